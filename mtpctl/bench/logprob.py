@@ -48,7 +48,7 @@ TIMED_WORK = (
     "bare: MegatronEngine.score in the replica's process, from token lists to lists of numbers, packing included; "
     "server: from the caller's `score` to its answer, in the caller's process; HTTP: from the request's first byte to the decoded answer"
 )
-MIN_SHARE = 0.85
+MIN_RELATIVE_THROUGHPUT = 0.85
 MAX_LOGITS_GIB = 1.0
 MAX_ADDED_MS = 5.0
 MAX_SYNC_COPY = 0.5
@@ -186,15 +186,15 @@ class BenchRank(ScoreRank):
         manifest = publisher.publish(draw(), version)
         return manifest, time.perf_counter() - started
 
-    def start_memory(self) -> None:
-        """Reset the peak of allocated memory."""
+    def reset_peak_memory(self) -> None:
+        """Record the allocated memory, and reset its peak."""
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             self._allocated = torch.cuda.memory_allocated()
 
-    def more_memory_gib(self) -> float | None:
-        """Peak GiB since `start_memory`, minus the memory that was allocated at its call; None on a CPU."""
+    def extra_memory_gib(self) -> float | None:
+        """Peak GiB since `reset_peak_memory`, minus the GiB that were allocated then; None on a CPU."""
         return (torch.cuda.max_memory_allocated() - self._allocated) / GIB if self.engine.device.type == "cuda" else None
 
     def weights_gib(self) -> float:
@@ -264,7 +264,9 @@ class Bench:
             "through the server", tokens / statistics.median(server_times), "tokens/s", detail=f"{workload.in_flight} in flight"
         )
         share = statistics.median(bare_times) / statistics.median(server_times)
-        self._add_measurement("share of the bare pass", share, "", MIN_SHARE, at_least=True, detail=f"by round {shares}")
+        self._add_measurement(
+            "throughput relative to the bare pass", share, "", MIN_RELATIVE_THROUGHPUT, at_least=True, detail=f"by round {shares}"
+        )
         self._add_measurement(
             "memory for logits", await self.replica.ranks.call(BenchRank.logits_gib, *_to_lists(requests)), "GiB", MAX_LOGITS_GIB
         )
@@ -301,14 +303,14 @@ class Bench:
         root = default_root(f"bench-{os.getpid()}", int(weights * GIB), scratch / "versions")
         try:
             manifest, publish_s = await self.replica.ranks.call(BenchRank.publish, str(root), 1)
-            await self.replica.ranks.call(BenchRank.start_memory)
+            await self.replica.ranks.call(BenchRank.reset_peak_memory)
             async with asyncio.TaskGroup() as group:
                 answers = [group.create_task(self.server.score(request)) for request in requests]
                 await asyncio.sleep(0)
                 (report,) = await self.server.update(manifest)
         finally:
             VersionStore(root).close()
-        extra_gib = await self.replica.ranks.call(BenchRank.more_memory_gib)
+        extra_gib = await self.replica.ranks.call(BenchRank.extra_memory_gib)
         old, new = (sum(answer.result().version == version for answer in answers) for version in (0, 1))
         self._add_measurement("answers lost", len(requests) - old - new, "", 0, detail=f"{old} under the old weights, {new} under the new")
         self._add_measurement("update", report.seconds, "s", detail=f"{report.nbytes / 1e9:.2f} GB by {manifest.transport}")

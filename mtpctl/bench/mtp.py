@@ -125,7 +125,9 @@ def compute_gain(results: list[Result]) -> Gain | None:
 
 def format_table(results: list[Result], last_updates: int) -> str:
     baseline = next((r for r in results if r.name == "none"), None)
-    headings = "drafter | updates | acceptance | each seed | by position | expected | tokens a step | held out | tokens/s | while busy"
+    headings = (
+        "drafter | updates | acceptance | each seed | by position | expected | tokens per decoding step | held out | tokens/s | while busy"
+    )
     rows = []
     for r in results:
         relative_speed = "" if baseline is None else f"{r.tokens_per_busy_s / baseline.tokens_per_busy_s - 1:+.1%}"

@@ -193,7 +193,7 @@ def changes_to_json(changes: list[Change]) -> list[dict[str, object]]:
 
 
 def _unit_name(entry: Mapping[str, object]) -> str:
-    """The name of the figure `value` of an entry by its unit. Without a known unit, it is `share` if the entry has `at_least`."""
+    """The name of the figure `value` in an entry: that of its unit, else `share` if the entry has a minimum (`at_least`), else `value`."""
     return _UNITS.get(str(entry.get("unit", "")), "share" if entry.get("at_least") else "value")
 
 

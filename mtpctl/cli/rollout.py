@@ -42,7 +42,7 @@ def rollout(
     from_weights: FromWeights = None,
     as_json: Json = False,
 ) -> None:
-    """Generate with the recipe's engines, from the newest weights of its run. If FILE exists, add the responses that it lacks."""
+    """Generate with the recipe's engines, from the newest weights of its run. If --out exists, add the responses that it lacks."""
     from mtpctl.errors import UserError
 
     if out is not None and (out.is_dir() or not out.parent.is_dir()):

@@ -162,7 +162,7 @@ def _status_lines(overview: RunOverview) -> str:
     accuracy = "" if overview.accuracy is None else f", held-out accuracy {overview.accuracy:.3f}"
     accuracy += "" if overview.unseen_accuracy is None else f" (unseen prompts {overview.unseen_accuracy:.3f})"
     replicas = "" if overview.replicas is None else f", {overview.replicas} rollout replica(s)"
-    replicas += "" if overview.asked_replicas is None else f", {overview.asked_replicas} requested by mtpctl scale"
+    replicas += "" if overview.requested_replicas is None else f", {overview.requested_replicas} requested by mtpctl scale"
     lines = [f"{overview.path}: {overview.state}{step}{reward}{accuracy}{replicas}; wrote {format_duration(overview.age_s)} ago"]
     return "\n".join([*lines, *(f"restart: {line}" for line in overview.restarts)])
 

@@ -1,6 +1,6 @@
 """Rendezvous of processes: one of them hosts a key-value store, and the others join it by its address.
 
-The store listens at port 0, so that the system chooses a free port. A port that was selected earlier might be in use by then.
+The store binds to port 0, so that the system chooses a free port. A port that was selected earlier might be in use by then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CONNECT_S = 20.0
 
 
 def host_store(host: str = "") -> TCPStore:
-    """Start a store at a free port of `host` (default: this host's address). It has no authentication. Deleting the object ends it."""
+    """Start a store on a free port of `host` (default: this host's address). It has no authentication. Deleting the object ends it."""
     host = host or get_own_address()
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     address, port = listener.getsockname()[:2]

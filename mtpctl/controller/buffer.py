@@ -139,8 +139,9 @@ class SampleBuffer:
 
         If `ordered`, also waits for every group with a smaller number than the last one of the batch.
 
-        Otherwise, also waits for due groups: retried groups that have, or may get, tokens of `due_version` or earlier. The next weight
-        version makes them too old. At most `max_deferred` of them may be left to later batches before that version is published.
+        Otherwise, also waits for due groups: retried groups that have, or may get, tokens of `due_version` or earlier, which the next
+        weight version makes too old. It does not wait for the last `max_deferred` of them: later batches can still take these
+        before that version is published.
         """
 
         def batch_is_ready() -> bool:

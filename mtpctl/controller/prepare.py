@@ -213,7 +213,7 @@ def open_model(recipe: Recipe, run_dir: Path) -> HfFolder:
             _verify_listing(folder)
             return HfFolder.open(folder)
         config_fields = hf_config(config)
-        assert config_fields is not None, "the hub was contacted"
+        assert config_fields is not None, "hf_config, which may contact the hub, returns a config or raises"
         return create_hf_folder(config_fields, folder, recipe.seed)
     assert config.path is not None, "the recipe's checks reject a model without path and config"
     source = resolve_model_folder(config.path, "model.path")

@@ -110,7 +110,7 @@ def count_skipped(metrics: dict[str, float], num_skipped: int, limit: int) -> in
         return 0
     if num_skipped + 1 >= limit:
         cause = "a loss or gradient that is not finite; lower the learning rate"
-        if "actor/grad_norm" in metrics:  # Dropped if it was not finite.
+        if "actor/grad_norm" in metrics:  # It is omitted if it is not finite.
             cause = (
                 "a loss or MTP gradient that is not finite, but a finite trunk gradient; check the loss, the teacher and optimizer.mtp_lr"
             )

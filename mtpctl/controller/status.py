@@ -63,12 +63,12 @@ def _series(live_status: LiveStatus, counts: ReplicaCounts | None) -> Iterator[S
     labels = run_labels | {"stage": overview.stage}
     yield Series("run_step", "gauge", "Updates that are done.", overview.step, labels)
     if overview.steps is not None:
-        yield Series("run_steps", "gauge", "Updates that the stage has.", overview.steps, labels)
+        yield Series("run_steps", "gauge", "Number of updates of the whole stage.", overview.steps, labels)
     yield Series("run_age_seconds", "gauge", "Seconds since the newest row of metrics.", overview.age_s, run_labels)
     yield Series("run_waits", "gauge", "Number of waits in progress, such as for a host.", len(live_status.waiting), run_labels)
     if counts is not None:
         yield Series("run_replicas_serving", "gauge", "Rollout replicas that serve.", counts.serving, run_labels)
-        yield Series("run_replicas_asked", "gauge", "Rollout replicas that are requested.", counts.asked, run_labels)
+        yield Series("run_replicas_requested", "gauge", "Rollout replicas that are requested.", counts.requested, run_labels)
         yield Series("run_replica_restarts_total", "counter", "Rollout replicas that replaced a failed one.", counts.restarts, run_labels)
     # Characters such as `/` are replaced. If two metrics then have the same name, only one is reported: Prometheus rejects duplicates.
     metrics = {re.sub(r"\W", "_", name, flags=re.ASCII): (name, value) for name, value in list(live_status.metrics.items())}
@@ -95,7 +95,10 @@ class Wait:
         return time.monotonic() - self._started_at
 
     def describe(self, logs: Path) -> str:
-        """The wait as text, such as `trainer: loading, 12 s`, with the newest line since then of the last actor that logged one."""
+        """The wait as text, such as `trainer: loading, 12 s`, and the newest log line since its start.
+
+        If several actors have logged a line, that of the last one in `actors`.
+        """
         lines = [line for actor in self.actors if (line := read_newest_line(logs, actor, start_time=self.wall_start))]
         newest_log_line = f" · {lines[-1]}" if lines else ""
         return f"{self.reason}, {self.seconds:.0f} s{newest_log_line}"

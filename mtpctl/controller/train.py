@@ -71,9 +71,9 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
         # The recipe is recorded after all checks, so that a rejected recipe does not replace the previous one.
         changed_keys = directory.record(resolved_recipe)
         resumed = ResumePoint(starting_point.state["stage"], starting_point.state["step"], starting_point.state["ended"])
-        early_stages = ["sft"] if recipe.train.sft.until_loss else []
+        early_stopping_stages = ["sft"] if recipe.train.sft.until_loss else []
         with Telemetry(
-            directory, recipe.telemetry, plain, stage_steps=stage_steps, early_stages=early_stages, resumed=resumed
+            directory, recipe.telemetry, plain, stage_steps=stage_steps, early_stopping_stages=early_stopping_stages, resumed=resumed
         ) as telemetry:
             if changed_keys:
                 telemetry.event("recipe", f"changed since the last start: {', '.join(changed_keys)}")

@@ -167,7 +167,10 @@ class TrainerGroup:
                 future.cancel()
 
     async def _raise_if_lost(self, error: RuntimeFailure) -> None:
-        """Raise TrainerLost if a rank is dead, or does not answer and no rank raised an MtpctlError: that explains the other errors."""
+        """Raise TrainerLost if a rank is dead, which explains the errors of the others.
+
+        An unresponsive rank counts as lost, unless a rank raised an MtpctlError.
+        """
         import ray
 
         cause = error.__cause__
@@ -175,7 +178,7 @@ class TrainerGroup:
         is_raised_by_rank = isinstance(cause, ray.exceptions.RayTaskError)
         if isinstance(cause, ray.exceptions.RayActorError | TimeoutError) and not is_raised_by_rank:
             raise TrainerLost(str(error)) from error
-        # A rank raises an MtpctlError itself, so ranks that do not answer do not explain it. A rank that has died may have caused it.
+        # An MtpctlError has its own cause: unresponsive ranks may be waiting for the rank that failed. A dead rank may have caused it.
         is_own_error = isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError)
         location_calls: list[Coroutine[None, None, ActorLocation]] = [
             await_within(actor.location.remote(), LIVENESS_TIMEOUT_S, f"trainer rank {i}") for i, actor in enumerate(self.actors)
@@ -292,7 +295,8 @@ class TrainerRecovery:
         """Restart the ranks, and reset the run's state to the newest checkpoint. `redraw_prompts`: see `RecoverTrainer`.
 
         Returns the checkpoint; None if this stage has none, and therefore begins again. Raises RuntimeFailure after too many
-        restarts. Raises `error` if the recipe permits no restarts, or if the newest checkpoint is damaged and not `redraw_prompts`.
+        restarts. Raises `error` if the recipe permits no restarts, or if the newest checkpoint is damaged and `redraw_prompts` is
+        false.
         """
         self.state.is_updating, self.state.weights_lost = False, True
         choice = await asyncio.to_thread(prepare_resume, self.state.root)
@@ -328,7 +332,8 @@ class TrainerRecovery:
             if not count or not isinstance(error, HostLost):
                 count = self._count_loss(error)
             self.telemetry.event(
-                "restart", f"{error}; restarting the trainer, {count} of train.max_restarts: {self.recipe.train.max_restarts}"
+                "restart",
+                f"{error}; restarting the trainer: restart {count} of at most {self.recipe.train.max_restarts} (train.max_restarts)",
             )
             try:
                 with self.waits.show("trainer: restarting", "trainer rank 0"):
@@ -341,7 +346,10 @@ class TrainerRecovery:
                 error = next_error
 
     def _count_loss(self, error: TrainerLost) -> int:
-        """Count a loss. Returns the losses within an hour. Raises `error` if restarts are not permitted, RuntimeFailure after too many."""
+        """Count a lost trainer. Returns the number of times within the last hour.
+
+        Raises `error` if restarts are not permitted, and RuntimeFailure after too many.
+        """
         train, now = self.recipe.train, time.monotonic()
         self._loss_times = [*(time_of_loss for time_of_loss in self._loss_times if now - time_of_loss < FAILURE_WINDOW_S), now]
         if not train.restarts_trainer or not train.max_restarts:

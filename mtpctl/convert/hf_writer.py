@@ -53,7 +53,7 @@ class Shard:
 
 
 class HfWriter:
-    """Writes the weight files of `folder` according to `layout`. num_elements: of each of the model's tensors."""
+    """Writes the weight files of `folder` according to `layout`. num_elements: number of elements of each of the model's tensors."""
 
     def __init__(
         self, folder: Path, layout: list[Stored], num_elements: Mapping[str, int], *, stem: str = "model", shard_bytes: int = SHARD_BYTES
@@ -156,7 +156,7 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def main_dtype(dtypes: Mapping[str, torch.dtype], sizes: Mapping[str, int]) -> torch.dtype:
-    """The dtype of the most elements. sizes: number of elements by name."""
+    """The dtype that most elements have. sizes: number of elements by name."""
     counts: dict[torch.dtype, int] = {}
     for name, dtype in dtypes.items():
         counts[dtype] = counts.get(dtype, 0) + sizes[name]

@@ -47,7 +47,10 @@ def parse_conversation(messages: Sequence[object], column: str, location: str) -
 
 
 def messages_from_columns(prompt: object) -> object:
-    """Convert a struct of lists, the form in which `datasets` reads a list of structs, to a list of messages. Keeps other values."""
+    """Convert a struct of lists, the form in which `datasets` reads a list of structs, to a list of messages.
+
+    Other values are returned unchanged.
+    """
     if (
         isinstance(prompt, dict)
         and prompt

@@ -81,7 +81,7 @@ def with_hint(problem: Problem, hint: str) -> Problem:
 
 
 def encode_target(tokenizer: Tokenizer, problem: Problem, ends: EndTokens | None = None, *, templated: bool = False) -> list[int]:
-    """Ids of the target of the supervised stage. An end token is appended, unless the last token is a special one of `ends`.
+    """Ids of the target of the supervised stage. An end token is appended, unless the target ends with a special token in `ends`.
 
     ends: the run's end tokens; default: always append EOS. templated: the prompt is rendered with the chat template.
     """

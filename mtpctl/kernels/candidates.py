@@ -10,7 +10,8 @@ If the policy is close to its teacher, these are small differences of large term
 are rounded for the matrix products. The named entries' part of the hidden gradient accumulates in fp32, too. p_r is a sum over the other
 entries, which is more precise than 1 minus the named probabilities.
 
-Shape legend: N tokens, n of them with nonzero weight, k named entries, H hidden size, V vocabulary entries of this rank.
+Shape legend: N tokens, n rows of a slice (tokens with nonzero weight only), k named entries, H hidden size, V vocabulary entries of this
+rank.
 """
 
 from __future__ import annotations

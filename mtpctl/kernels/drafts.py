@@ -58,7 +58,9 @@ LOSS_WEIGHTS: dict[DraftLoss, tuple[float, float]] = {
 
 
 class DraftLossOut(NamedTuple):
-    """loss_sum: the loss summed over the draft's rows. Other fields: [m], fp32 (hit: bool), not differentiable, 0 in unselected rows.
+    """loss_sum: the loss summed over the draft's rows.
+
+    Other fields: [m], fp32 or wider (hit: bool), without gradients, 0 in unselected rows.
 
     logprob, teacher_logprob: log-prob of the label under the draft and the trunk. overlap: Σ min(p, q), the acceptance probability of a
     draft sampled from q. greedy: p(argmax q), the acceptance probability of a greedy draft. hit: whether the label is the draft's most
@@ -75,7 +77,7 @@ class DraftLossOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft that learns from the trunk's logits.
+    """The states of one MTP depth, and the loss that trains them on the trunk's logits.
 
     hidden [m, H]: the draft's states. rows [m], ascending: the trunk row of each draft row, which has the same label and temperature;
     None: all N rows in order. mix: weight of `loss`; the cross-entropy has weight 1 − mix. weight: factor of the draft's loss in the total

@@ -22,9 +22,9 @@ from mtpctl.kernels.qkv import Angles, HeadLayout, HeadNorm, Heads
 
 
 def linear(x: Tensor, weight: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """x [..., in] · weightᵀ [out, in] → [..., out]. The weight's gradient goes to Megatron's buffer, if it has one.
+    """x [..., in] · weight [out, in]ᵀ → [..., out]. The weight's gradient goes to Megatron's buffer, if it has one.
 
-    group: ranks that have equal parts of the inputs. All get the total, and all must pass equal gradients of it.
+    group: ranks that each have a slice of the input dimension, of equal sizes. All get the sum, and all must pass the same gradient of it.
     """
     return _Linear.apply(x, weight, group)
 
@@ -120,7 +120,7 @@ class _Linear(torch.autograd.Function):
         else:
             out = invariant.linear(rows, weight)
             if group is not None:
-                # The sum of two halves, rounded to half precision once. Engines add them in the same way.
+                # At most two ranks, so the sum of their products in half precision is rounded once, as in the engine.
                 dist.all_reduce(out, group=group)
         return out.unflatten(0, x.shape[:-1])
 

@@ -123,7 +123,7 @@ class _LinearLogProb(torch.autograd.Function):
             None if entropy_grad is None else select(entropy_grad).to(lse.dtype).contiguous(),
             None if entropy_grad is None else row_entropy,
         )
-        backend_state, ctx.backend_state = ctx.backend_state, None  # overwritten by the backward pass
+        backend_state, ctx.backend_state = ctx.backend_state, None  # `grads` overwrites it
         buffer = weight_grad_buffer(weight, ctx.needs_input_grad[1], call.main_grad)
         inputs = call.selected_inputs(hidden, weight, labels)
         outputs = GradOutputs(call.partial_dtype(hidden) if ctx.needs_input_grad[0] else None, buffer.out, buffer.accumulates)

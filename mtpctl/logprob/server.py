@@ -139,7 +139,7 @@ class LogprobServer:
 
     @asynccontextmanager
     async def quiesce(self, deadline_s: float = 120.0) -> AsyncIterator[None]:
-        """Pause batches until `apply_update` has finished or the block ends, and replica starts until the block ends.
+        """Pause batches until `apply_update` has finished or the block ends. No replica is started until the block ends.
 
         A replica whose pass does not end within `deadline_s` counts as dead, and its requests go to another one.
         """
@@ -184,7 +184,7 @@ class LogprobServer:
         return self.replicas.rank_names("log-prob", num_ranks, lambda replica: replica.version < version)
 
     def health(self) -> list[dict[str, object]]:
-        """One entry per replica: whether it serves, its versions, and if not, why."""
+        """One entry per replica: whether it serves, its weight versions, and the reason if it does not serve."""
         return [
             {
                 "replica": slot.index,
@@ -243,8 +243,8 @@ async def start_server(
 ) -> LogprobServer:
     """Start the replicas of `recipe.logprob` with version `version` of the weights, from the folder `model` or a checkpoint of the model.
 
-    `cpus`, `gpus`: per rank. `bundles`: the reserved bundles of the ranks; if None, Ray chooses. `store`: see `LogprobServer.start`. `log`:
-    see there, too; its lines begin with the replicas' role.
+    `cpus`, `gpus`: per rank. `bundles`: the reserved bundles of the ranks; if None, Ray chooses. `store`, `log`: see
+    `LogprobServer.start`. Log lines begin with the replicas' role.
     """
     options = recipe.logprob
     config = ReplicaConfig(

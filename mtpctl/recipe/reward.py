@@ -66,7 +66,7 @@ def check_reward(reward: RewardConfig, checker: str | None) -> Complaints:
 
 
 def check_function(reward: RewardConfig, section: str) -> Complaints:
-    """Report an unknown or missing function, and one whose own time limit exceeds that of its calls. `section`: the key of `reward`."""
+    """Report an unknown or missing function, and one whose own time limit is not below `timeout_s`. `section`: the key of `reward`."""
     function, field = reward.function, f"{section}.function"
     if function in BUILT_IN:
         seconds = reward.args.get(TIME_LIMIT_ARGS.get(function, ""))

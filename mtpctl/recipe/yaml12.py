@@ -67,8 +67,8 @@ class Document:
 def parse(text: str, source: str) -> Document:
     """Parse one YAML document. `source` names it in errors.
 
-    Raises UserError with `source:line` for invalid YAML, duplicate keys, keys that are not text, tags, recursive anchors, several
-    documents, excessive nesting and too many values.
+    Raises UserError with `source:line` for invalid YAML, duplicate keys, keys that are lists or mappings, tags outside the core schema,
+    recursive anchors, several documents, excessive nesting and too many values.
     """
     document = Document(None)
     try:

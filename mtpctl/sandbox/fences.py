@@ -74,7 +74,7 @@ def parse_blocks(text: str) -> list[Block]:
 
 
 def strip_fence(text: str) -> str:
-    """Remove the fence of a text that is a single fenced block. Other texts are returned unchanged."""
+    """Remove the opening and the closing fence of a text that begins and ends with a fence. Other texts are returned unchanged."""
     first_line, newline, body = text.strip().partition("\n")
     opening = _match_opening(first_line)
     if opening is None or not newline:
@@ -101,7 +101,10 @@ def _width(prefix: str) -> int:
 
 
 def _make_block(opening: re.Match[str], lines: list[str]) -> Block:
-    """Create the block, with its lines outdented by their common indentation or by that of the fence."""
+    """Create the block.
+
+    Its lines are outdented by their common indentation or, if that is larger, by the fence's, but at most by the first line's.
+    """
     indent_characters = " \t>" if ">" in opening["prefix"] else " \t"
     indentations = [_width(line[: len(line) - len(line.lstrip(indent_characters))]) for line in lines if line.strip(indent_characters)]
     indentation = max(min(indentations), min(_width(opening["prefix"]), indentations[0])) if indentations else 0

@@ -5,9 +5,9 @@ of other files remain visible.
 
 The filter is an allow-list of the calls that Python needs. It excludes, for example, sockets, exec, fork, kill of another process,
 ptrace, mount, bpf, keyrings, io_uring, user namespaces, memfd, System V shared memory, and changes of owners and permissions. A refused
-call fails with EPERM; a call newer than the list fails with ENOSYS, so that the C library falls back to an older one. Calls of another
-architecture (32-bit code) kill the process. A filter sees the integer arguments of a call, but not the memory that pointers refer
-to, so paths are restricted by Landlock or mounts.
+call fails with EPERM (EACCES for `open` and `openat`); a call newer than the list fails with ENOSYS, so that the C library falls back to
+an older one. Calls of another architecture (32-bit code) kill the process. A filter sees the integer arguments of a call, but not the
+memory that pointers refer to, so paths are restricted by Landlock or mounts.
 
 Functions raise OSError on failure.
 """
@@ -65,9 +65,9 @@ def library_links() -> dict[str, str]:
 def prepare_isolation(mechanism: Mechanism) -> int:
     """Enter the namespaces, or create Landlock's rules. Returns the descriptor of these rules, or -1 with other mechanisms.
 
-    With namespaces this process becomes process 1 of its namespace, and its parent waits for it. Landlock's rules take effect in each
-    process that calls `apply_landlock_rules`. Other mechanisms need no preparation. Raises OSError if the kernel or container does not
-    allow it.
+    With namespaces this forks, and returns in the child, which is process 1 of the new namespace. The caller's process waits for the child
+    and exits with its exit code. Landlock's rules take effect in each process that calls `apply_landlock_rules`. Other mechanisms need
+    no preparation. Raises OSError if the kernel or container does not allow it.
     """
     if mechanism in ("namespaces", "user namespaces"):
         _unshare(new_user=mechanism == "user namespaces")
@@ -241,7 +241,7 @@ def _check_result(result: int, name: str) -> int:
 
 
 assert sys.byteorder == "little" or not ARCHITECTURE, (
-    "filters read the low half of an argument, which is at its offset only on a little-endian machine"
+    "filters read the low 32 bits of an argument at the offset of the argument, which is right on little-endian machines only"
 )
 
 

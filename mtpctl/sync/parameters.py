@@ -140,7 +140,7 @@ class Shard:
     def contiguous_parts(self) -> list[tuple[int, torch.Tensor]] | None:
         """For each run, the index of its first element in the flattened wire tensor, and a flat view of its live memory.
 
-        None if a run is not contiguous in both.
+        None unless every run is contiguous in the wire tensor and in live memory.
         """
         blocks = self.blocks()
         if self.outer == 1:
@@ -220,8 +220,8 @@ class BucketCopies:
 class LiveSection:
     """Writes the buckets of a plan into the shards of a live model (see `match_shards`).
 
-    A bucket may have hundreds of tensors. One call for each would take the host longer than the bucket is on the wire, so the copies of a
-    bucket are prepared at the first update, and then started in one call.
+    A bucket may have hundreds of tensors. To start one copy after another would take the host longer than the transfer of the bucket, so
+    the copies of a bucket are prepared at the first update, and then started in one call.
     """
 
     def __init__(self, shards: dict[str, Shard]) -> None:

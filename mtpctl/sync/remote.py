@@ -47,7 +47,7 @@ CLOSE_S = 0.05
 STALL_S = 10.0
 """Seconds without a byte after which the previous host counts as failed."""
 HOP_S = 3.0
-"""Seconds added to `STALL_S` for each earlier host. If a host hangs, only the host directly after it then stops waiting for it."""
+"""Seconds added to `STALL_S` for each earlier host, so that only the next host gives up if a host hangs."""
 _REQUEST = re.compile(r"/(?P<folder>v\d{8}-\w+(/\w+)?)/(?P<name>\w+-\d{5}\.bin)\?nbytes=(?P<nbytes>\d{1,15})&hops=(?P<hops>\d{1,5})")
 _LOG = logging.getLogger(__name__)
 
@@ -364,8 +364,8 @@ def files_of(sections: Mapping[Section, Sequence[Bucket]]) -> dict[str, int]:
 def prefetch(manifests: Sequence[Manifest]) -> None:
     """Download these versions of one store, and delete all other versions on this host. Raises SyncError.
 
-    `manifests` has several versions if a receiver is more than one version behind and must apply them in order. Such manifests are from the
-    version store and have no relay, so the receiver's host downloads their files from object storage.
+    `manifests` has several versions if a receiver is more than one version behind and must apply them in order. The `VersionStore` records
+    no relays, so the files of these are downloaded from object storage.
     """
     nbytes = sum(manifest.nbytes for manifest in manifests)
     cache = open_cache(split_address(manifests[0].address)[0], nbytes)

@@ -52,9 +52,11 @@ METRICS: dict[str, Metric] = {
     "response/length_max": Metric("longest response", "tokens", "Longest response of the batch."),
     "response/truncated_fraction": Metric("truncated", "share", "Responses that reached the token limit."),
     "response/deadline_fraction": Metric("timed out", "share", "Responses truncated by rollout.deadline_s."),
-    "eval/accuracy": Metric("held-out accuracy", "share", "Held-out problems with a correct final answer."),
+    "eval/accuracy": Metric(
+        "held-out accuracy", "share", "Mean reward on held-out problems; if rewards are 0 or 1, the share of correct responses."
+    ),
     "eval/unseen_accuracy": Metric(
-        "held-out, unseen", "share", "The same for prompts that no training row has; logged if training rows have some of the prompts."
+        "held-out, unseen", "share", "eval/accuracy for prompts that no training row has; logged if training rows have some of the prompts."
     ),
     "eval/unseen_problems": Metric("unseen problems", "number", "Number of held-out problems whose prompt no training row has."),
     "eval/reward_errors": Metric("held-out rewards failed", "number", "Held-out responses whose reward failed and counts as 0."),
@@ -63,7 +65,9 @@ METRICS: dict[str, Metric] = {
     "eval/truncated_fraction": Metric("held-out truncated", "share", "Responses on held-out problems that reached the token limit."),
     "eval/deadline_fraction": Metric("held-out timed out", "share", "Responses on held-out problems truncated by rollout.deadline_s."),
     "eval/version": Metric("held-out version", "versions", "Weight version of the engines at the start of the evaluation."),
-    "eval/mixed_fraction": Metric("held-out mixed", "share", "Held-out responses with tokens of several weight versions."),
+    "eval/mixed_fraction": Metric(
+        "held-out mixed", "share", "Held-out responses with a token of another weight version than eval/version."
+    ),
     "eval/spec_accept_rate": Metric("held-out acceptance", "share", "Accepted draft tokens on held-out problems."),
     "sft/loss": Metric("SFT loss", "nats", "Cross-entropy of the supervised stage, per supervised token."),
     "mtp/trunk_nll": Metric("trunk NLL", "nats", "Cross-entropy of the frozen trunk in the stage draft, per sampled token."),
@@ -94,16 +98,20 @@ METRICS: dict[str, Metric] = {
     "environment/turns": Metric("environment replies", "number", "Replies of the environment per response, mean."),
     "environment/seconds": Metric("environment", "seconds", "Time of the environment per response, mean."),
     "environment/errors": Metric("environment errors", "number", "Failed calls of the environment per response."),
-    "environment/timeouts": Metric("environment timeouts", "number", "Calls of the environment beyond rollout.deadline_s per response."),
+    "environment/timeouts": Metric(
+        "environment timeouts", "number", "Calls of the environment that exceeded rollout.deadline_s, per response."
+    ),
     "environment/samples": Metric("samples per trajectory", "number", "Samples per agent trajectory, mean."),
     "environment/rewritten": Metric("rewritten", "share", "Samples that started because the agent changed earlier messages."),
     "environment/reward": Metric("environment reward", "number", "Result of the environment's own reward(), mean over responses."),
     "rollout_corr/kl": Metric("KL", "nats", "Estimate of KL(rollout ‖ trainer) at equal or nearly equal weights."),
-    "rollout_corr/k3": Metric("KL (k3)", "nats", "The same with the non-negative estimator k3."),
+    "rollout_corr/k3": Metric("KL (k3)", "nats", "Estimate of KL(rollout ‖ trainer) with the non-negative estimator k3."),
     "rollout_corr/abs_diff": Metric("|Δ log-prob|", "nats", "Mean absolute difference between trainer and rollout log-probs."),
-    "rollout_corr/abs_diff_same_version": Metric("same weights", "nats", "The same for tokens with identical weights on both sides."),
+    "rollout_corr/abs_diff_same_version": Metric(
+        "same weights", "nats", "rollout_corr/abs_diff for tokens with identical weights on both sides."
+    ),
     "rollout_corr/abs_diff_stale_kv": Metric(
-        "stale KV cache", "nats", "The same for tokens sampled on a KV cache of older weights (sync.kv: keep), excluded from same weights."
+        "stale KV cache", "nats", "rollout_corr/abs_diff for tokens sampled on a KV cache of older weights (sync.kv: keep)."
     ),
     "rollout_corr/stale_kv_fraction": Metric("stale KV cache", "share", "Trained tokens that were sampled with a cache of older weights."),
     "rollout_corr/ppl_ratio": Metric("perplexity ratio", "number", "Perplexity under the trainer over that under the rollout engine."),
@@ -112,10 +120,10 @@ METRICS: dict[str, Metric] = {
     "rollout_corr/is_mean": Metric("importance weight", "number", "Mean weight of the off-policy correction."),
     "rollout_corr/masked_fraction": Metric("masked", "share", "Tokens dropped by the off-policy correction."),
     "async/staleness_mean": Metric("mean", "versions", "Weight versions between a sample's oldest token and training, mean over samples."),
-    "async/staleness_max": Metric("max", "versions", "The same for the stalest sample."),
+    "async/staleness_max": Metric("max", "versions", "Weight versions between the oldest token of the stalest sample and training."),
     "async/staleness_tokens_mean": Metric("by token", "versions", "Weight versions between sampling and training, mean over tokens."),
     "async/staleness_updates_mean": Metric("in updates", "updates", "Updates between sampling and training, mean over tokens."),
-    "async/staleness_updates_max": Metric("in updates, max", "updates", "The same for the stalest token."),
+    "async/staleness_updates_max": Metric("in updates, max", "updates", "Updates between sampling and training of the stalest token."),
     "async/asked_again": Metric("regenerated", "number", "Groups older than async.max_staleness, which are generated again."),
     "async/trainer_idle": Metric("trainer idle", "share", "Time in which the trainer waits for samples."),
     "async/rollout_idle": Metric("rollout idle", "share", "Time in which the rollout engines are idle."),
@@ -129,9 +137,9 @@ METRICS: dict[str, Metric] = {
     "sync/verified": Metric("tensors verified", "number", "Tensors with equal checksums on both ends, if verified."),
     "sync/gb_per_s": Metric("sync rate", "GB/s", "Sent bytes divided by the transfer time."),
     "sync/changed_share": Metric("changed weights", "share", "Elements that changed since the previous version, with sync.delta."),
-    "sync/changed_share_target": Metric("changed in the trunk", "share", "The same for the section target."),
-    "sync/changed_share_draft": Metric("changed in MTP layers", "share", "The same for the section draft."),
-    "sync/changed_share_adapter": Metric("changed in the adapter", "share", "The same for the section adapter."),
+    "sync/changed_share_target": Metric("changed in the trunk", "share", "sync/changed_share of the section target."),
+    "sync/changed_share_draft": Metric("changed in MTP layers", "share", "sync/changed_share of the section draft."),
+    "sync/changed_share_adapter": Metric("changed in the adapter", "share", "sync/changed_share of the section adapter."),
     "logprob/wait_seconds": Metric("scored after", "seconds", "From a finished response to its old log-probs, mean over responses."),
     "logprob/tokens_per_s": Metric("log-prob server", "tokens/s", "Tokens per second of busy log-prob replicas, prompts included."),
     "logprob/stall_seconds": Metric("scoring stalled", "seconds", "Time in which weight updates stall the log-prob server."),
@@ -149,7 +157,7 @@ METRICS: dict[str, Metric] = {
     ),
     "skipped": Metric("skipped", "share", "Optimizer steps skipped because the loss or gradient was not finite."),
     "perf/tokens_per_s": Metric("trainer", "tokens/s", "Trained tokens per second, prompts included."),
-    "perf/mfu": Metric("MFU", "share", "Model FLOP/s of forward, backward and optimizer divided by the GPUs' bf16 peak."),
+    "perf/mfu": Metric("MFU", "share", "Model FLOPs of forward and backward, divided by the time of an update and the GPUs' bf16 peak."),
     "perf/memory_allocated_gib": Metric(
         "memory in use", "GiB", "Peak memory of the trainer's tensors since its start, on the GPU that has the most."
     ),
@@ -176,7 +184,7 @@ PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
         re.compile(r"mtp/expected_accept_greedy_(\d+)"),
         "depth {}, greedy",
         "share",
-        "The same for the head's most likely token as the draft.",
+        "Probability that the most likely token of MTP depth {} is accepted as the draft, given the response's preceding tokens.",
     ),
     (
         re.compile(r"mtp/expected_rate_(\d+)"),
@@ -184,10 +192,20 @@ PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
         "share",
         "Expected `rollout/spec_accept_rate_{}` with draft_method: probabilistic, from the trainer's distributions.",
     ),
-    (re.compile(r"mtp/expected_rate_greedy_(\d+)"), "position {}, greedy", "share", "The same with draft_method: greedy."),
+    (
+        re.compile(r"mtp/expected_rate_greedy_(\d+)"),
+        "position {}, greedy",
+        "share",
+        "Expected `rollout/spec_accept_rate_{}` with draft_method: greedy.",
+    ),
     (re.compile(r"rollout/spec_accept_rate_(\d+)"), "position {}", "share", "Decoding steps in which draft token {} is accepted."),
     (re.compile(r"eval/(.+/avg@\d+)"), "{}", "number", "Mean reward on a held-out set: {}."),
-    (re.compile(r"eval/(.+/unseen_avg@\d+)"), "{}", "number", "The same for problems whose prompt no training row has: {}."),
+    (
+        re.compile(r"eval/(.+/unseen_avg@\d+)"),
+        "{}",
+        "number",
+        "Mean reward on a held-out set, for problems whose prompt no training row has: {}.",
+    ),
     (
         re.compile(r"eval/(.+/pass@\d+)"),
         "{}",

@@ -70,10 +70,13 @@ class Display(Protocol):
 
 
 class Pace:
-    """Estimates the remaining time of a phase from its latest steps. `early_stages`: phases that may end before their last step."""
+    """Estimates the remaining time of a phase from its latest steps.
 
-    def __init__(self, stage_steps: Mapping[str, int], clock: Callable[[], float], early_stages: Collection[str] = ()) -> None:
-        self._stage_steps, self._clock, self._early_stages = stage_steps, clock, early_stages
+    `early_stopping_stages`: phases that may end before their last step.
+    """
+
+    def __init__(self, stage_steps: Mapping[str, int], clock: Callable[[], float], early_stopping_stages: Collection[str] = ()) -> None:
+        self._stage_steps, self._clock, self._early_stopping_stages = stage_steps, clock, early_stopping_stages
         self._marks: dict[str, list[tuple[int, float]]] = defaultdict(list)
 
     def mark(self, step: int, phase: str) -> None:
@@ -95,7 +98,7 @@ class Pace:
         """`prefix` and the remaining time, such as `4 min 00 s`; `at most …` for a stage that may end early; empty if unknown."""
         if (seconds := self.remaining_s(phase)) is None:
             return ""
-        return ("at most " if phase in self._early_stages else prefix) + format_duration(seconds)
+        return ("at most " if phase in self._early_stopping_stages else prefix) + format_duration(seconds)
 
 
 class PlainLines:
@@ -107,12 +110,12 @@ class PlainLines:
         stage_steps: Mapping[str, int],
         clock: Callable[[], float] = time.monotonic,
         *,
-        early_stages: Collection[str] = (),
+        early_stopping_stages: Collection[str] = (),
         timestamped: bool = False,
     ) -> None:
-        """`early_stages`: phases that may end before their last step. `timestamped`: lines begin with the time."""
+        """`early_stopping_stages`: phases that may end before their last step. `timestamped`: lines begin with the time."""
         self._console, self._stage_steps, self._timestamped = console, stage_steps, timestamped
-        self._pace, self._clock = Pace(stage_steps, clock, early_stages), clock
+        self._pace, self._clock = Pace(stage_steps, clock, early_stopping_stages), clock
         self._last_report = clock()
 
     def row(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
@@ -159,11 +162,11 @@ class LivePanel:
         stage_steps: Mapping[str, int],
         clock: Callable[[], float] = time.monotonic,
         *,
-        early_stages: Collection[str] = (),
+        early_stopping_stages: Collection[str] = (),
         draw: bool = True,
     ) -> None:
         self._title, self._stage_steps, self._clock = title, stage_steps, clock
-        self._pace = Pace(stage_steps, clock, early_stages)
+        self._pace = Pace(stage_steps, clock, early_stopping_stages)
         self._start = clock()
         self._steps: dict[str, int] = {phase: 0 for phase in stage_steps}
         self._phase = next(iter(stage_steps), "")

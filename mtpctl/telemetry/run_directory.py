@@ -5,7 +5,7 @@ request, from any host that mounts it.
 
 requests/ID.json      {"replicas": 3}                     written by the command, removed by the run after reading it
 requests/ID.answer    {"message": "…", "refused": false}  written by the run, removed by the command
-replicas.json         {"asked": 3}                        written by the run, used as the requested number at its next start
+replicas.json         {"requested": 3}                        written by the run, used as the requested number at its next start
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class ScaleRequest:
 def store_requested_replicas(run: RunDirectory, replicas: int) -> None:
     """Store the last requested number. Called by the run. Raises UserError if it cannot be written."""
     try:
-        write_atomically(run.requested_replicas, json.dumps({"asked": replicas}) + "\n")
+        write_atomically(run.requested_replicas, json.dumps({"requested": replicas}) + "\n")
     except OSError as error:
         raise UserError(f"RUN: cannot write {run.requested_replicas} ({error.strerror}); free space and retry") from error
 
@@ -261,7 +261,7 @@ def last_requested_replicas(run: RunDirectory) -> int | None:
     Raises UserError if the file cannot be read.
     """
     try:
-        return int(json.loads(run.requested_replicas.read_text(encoding="utf-8"))["asked"])
+        return int(json.loads(run.requested_replicas.read_text(encoding="utf-8"))["requested"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -47,7 +47,7 @@ class RunOverview:
         age_s: seconds since the newest metric.
         restarts: one line for each restart of a trainer or replica, newest last.
         replicas: rollout replicas at the newest weight sync; None before the first.
-        asked_replicas: the last request of `mtpctl scale`; None if there was none.
+        requested_replicas: the last request of `mtpctl scale`; None if there was none.
         fault: why the run is unreadable.
     """
 
@@ -62,7 +62,7 @@ class RunOverview:
     age_s: float
     restarts: list[str] = field(default_factory=list)
     replicas: int | None = None
-    asked_replicas: int | None = None
+    requested_replicas: int | None = None
     fault: str = ""
     unseen_accuracy: float | None = None
 
@@ -274,7 +274,7 @@ class LiveStatus:
             age_s=max(0.0, self._now() - self._newest_row_time),
             restarts=list(self.restarts),
             replicas=int(self.metrics["rollout/replicas"]) if "rollout/replicas" in self.metrics else None,
-            asked_replicas=last_requested_replicas(RunDirectory(self.path)),
+            requested_replicas=last_requested_replicas(RunDirectory(self.path)),
             unseen_accuracy=self._unseen_accuracy,
         )
 
@@ -297,7 +297,7 @@ class ReplicaCounts:
     """
 
     serving: int
-    asked: int
+    requested: int
     least: int
     most: int
     restarts: int
@@ -305,7 +305,7 @@ class ReplicaCounts:
     def __str__(self) -> str:
         """`2 of 3 (1 to 4) serve, 0 restarted`."""
         bounds = "" if self.least == self.most else f" ({self.least} to {self.most})"
-        return f"{self.serving} of {self.asked}{bounds} serve, {self.restarts} restarted"
+        return f"{self.serving} of {self.requested}{bounds} serve, {self.restarts} restarted"
 
 
 def render_status(live: LiveStatus, replicas: ReplicaCounts | None) -> str:

@@ -170,7 +170,7 @@ LogTable = Callable[[list[SampleRow]], None]
 class SampleLog:
     """Appends rows to the newest file of a folder and passes them to `tables`, in its own thread.
 
-    `dropped` counts rows that arrived too fast, or were not written to the file or to each table; `warning` reports them in one line.
+    `dropped` counts rows that arrived too fast, or could not be written to the file or to one of the tables. `warning` reports them.
     """
 
     def __init__(self, folder: Path, session: int, tables: Sequence[LogTable] = ()) -> None:
@@ -287,7 +287,7 @@ def is_sample_row(row: object) -> TypeGuard[SampleRow]:
 
 
 def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:
-    """The rows without steps that a later session repeated, and without updates and evaluations that a trainer restart repeated.
+    """Remove the rows of steps that a later session repeated, and of updates and evaluations that a restarted trainer repeated.
 
     A dropped group has the step of the next update. If that is the first step of a later session, the group may have been dropped before
     the checkpoint, so it is kept.

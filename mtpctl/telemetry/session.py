@@ -78,11 +78,11 @@ class Telemetry:
         plain: bool = False,
         *,
         stage_steps: Mapping[str, int] | None = None,
-        early_stages: Collection[str] = (),
+        early_stopping_stages: Collection[str] = (),
         resumed: ResumePoint = ResumePoint(),
         console: Console | None = None,
     ) -> None:
-        """`stage_steps`: the number of steps of each stage, in order. `early_stages`: stages that may end before their last step.
+        """`stage_steps`: the number of steps of each stage, in order. `early_stopping_stages`: stages that may end before their last step.
 
         `plain`: print lines instead of the panel, even on a terminal.
         """
@@ -110,16 +110,18 @@ class Telemetry:
         self._samples = SampleLog(run_dir.samples, self._file.session, tables)
         self._display: Display
         if plain or not self._console.is_terminal:
-            self._display = PlainLines(self._console, stage_steps or {}, early_stages=early_stages)
+            self._display = PlainLines(self._console, stage_steps or {}, early_stopping_stages=early_stopping_stages)
         else:
-            panel = LivePanel(self._console, name, stage_steps or {}, early_stages=early_stages)
+            panel = LivePanel(self._console, name, stage_steps or {}, early_stopping_stages=early_stopping_stages)
             phase = next((phase for phase in stage_steps or {} if phase not in resumed.ended), resumed.stage)
             panel.resume(resumed.rows_before(history), phase)
             self._display = panel
 
         run_dir.logs.mkdir(exist_ok=True)
         self._log_file = open_log(run_dir.logs / "run.log")
-        self._log = PlainLines(Console(file=self._log_file, no_color=True), stage_steps or {}, early_stages=early_stages, timestamped=True)
+        self._log = PlainLines(
+            Console(file=self._log_file, no_color=True), stage_steps or {}, early_stopping_stages=early_stopping_stages, timestamped=True
+        )
 
     def log(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
         """Log metrics of a step. Raises RuntimeFailure if the disk has been full for `DISK_FULL_TIMEOUT_S`."""

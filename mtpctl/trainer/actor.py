@@ -54,7 +54,7 @@ class Parameters(TypedDict):
 class TrainerRank(WeightExporter):
     """One rank of the trainer: an engine, the updates of all stages, and the export of its weights.
 
-    Every method is called on all ranks, with the same arguments except for their shares of a batch.
+    Every method except `address` is called on all ranks, with the same arguments except for their shares of a batch.
     """
 
     engine: MegatronEngine
@@ -145,7 +145,7 @@ class TrainerRank(WeightExporter):
         if penalized and resumed:
             self._restore_reference(Path(reference))
         elif penalized and train.keep_checkpoints:
-            self.engine.optimizer = None  # This checkpoint does not include the last stage's optimizer.
+            self.engine.optimizer = None  # that of the previous stage, which would be saved too
             self.engine.save(Path(reference))
         self.engine.set_optimizer({"draft": train.draft.optimizer, "sft": train.sft.optimizer, "rl": train.rl.optimizer}[stage])
         if penalized:
@@ -397,7 +397,9 @@ class TrainerRank(WeightExporter):
             try:
                 publish_checkpoint(Path(path), keep=keep, needed=needed)
             except OSError as error:
-                raise SaveFailed(f"checkpoint {path} was written, but older ones could not be deleted: {error.strerror}") from error
+                raise SaveFailed(
+                    f"checkpoint {path} was written, but `latest` could not point to it, or older ones not be deleted: {error.strerror}"
+                ) from error
 
 
 def mean_metrics(metric_sets: list[dict[str, float]]) -> dict[str, float]:

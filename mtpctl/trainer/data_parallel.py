@@ -62,7 +62,7 @@ def _layer_index(name: str, layers: int) -> int:
 
 
 def bucket_layout(index_of: Mapping[Tensor, int], *, distributed_optimizer: bool) -> FullParamLayout:
-    """The order of parameters in gradient buffers, as in megatron-core, with buckets that end at layers.
+    """The order of parameters in gradient buffers, as in megatron-core, with buckets that end at layer boundaries.
 
     A weight that the first and last pipeline stage share (`shared_embedding`) has a separate bucket. megatron-core adds the gradients of
     the two stages shard by shard, and the distributed optimizer shards whole buckets. In a separate bucket, the shards of both stages
@@ -102,7 +102,7 @@ def _data_parallel_group(*, expert: bool) -> dist.ProcessGroup:
 
 
 class GradReduceOverlap:
-    """Starts the gradient reductions of `model` during the backward pass. Its bucket groups must be asynchronous."""
+    """Starts the gradient reductions of `model` during the backward pass. It must have `overlap_grad_reduce`."""
 
     def __init__(
         self, module: MtpModel, model: DistributedDataParallel, index_of: Mapping[Tensor, int], prepare: Callable[[int], None]
@@ -316,7 +316,7 @@ def _slices_outside(buffer: Tensor, ranges: Iterable[tuple[int, int]]) -> list[T
     inner_ranges = [((address - start) // size, nbytes // size) for address, nbytes in ranges if 0 <= address - start < buffer.nbytes]
     ends = [0, *(offset + length for offset, length in inner_ranges)]
     starts = [*(offset for offset, _ in inner_ranges), buffer.numel()]
-    return [buffer[slice_end:slice_start] for slice_end, slice_start in zip(ends, starts, strict=True) if slice_start > slice_end]
+    return [buffer[previous_end:next_start] for previous_end, next_start in zip(ends, starts, strict=True) if next_start > previous_end]
 
 
 class ExpertBalance:

@@ -48,8 +48,8 @@ class _KernelOptions(TypedDict):
 class Head:
     """Log-probs and losses under the LM head, with one engine's kernels and layout. Results are the same on all tp and cp ranks.
 
-    state [t, H]: this rank's hidden states. weight [vocab / tp, H]: its rows of the LM head. rows, labels [R]: those of the whole
-    microbatch. temperature: a number or [R].
+    state [t, H]: this rank's hidden states. weight [vocab / tp, H]: its shard of the LM head. rows, labels [R]: for each response token of
+    the microbatch, the index of the hidden state that predicts it, and its id. temperature: a number or [R].
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Head:
         """The sum of `token_loss` over the tokens times `scale`, and its metric sums, with `HITS` if `hit` is set.
 
         Call `backward` on the loss without another factor, because its gradients are already computed for a factor of 1. If cp ranks share
-        the tokens, the loss is this rank's part, and the sums are those of the whole microbatch.
+        the tokens, a loss computed in one pass is this rank's part; any other loss, and the sums, are those of the whole microbatch.
         """
         if couples_tokens or self.implementation not in ONE_PASS:
             scores = self.logprob(packing, state, weight, rows, labels, temperature, entropy=entropy, hit=hit, detach_weight=detach_weight)

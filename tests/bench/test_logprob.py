@@ -7,13 +7,13 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from mtpctl.bench.logprob import MIN_SHARE, Measurement, Report, Workload, format_table, to_document
+from mtpctl.bench.logprob import MIN_RELATIVE_THROUGHPUT, Measurement, Report, Workload, format_table, to_document
 from mtpctl.cli.app import app
 
 
 def test_bound_is_missed_only_on_its_side() -> None:
-    assert Measurement("share", MIN_SHARE - 0.01, "", MIN_SHARE, at_least=True).missed
-    assert not Measurement("share", MIN_SHARE, "", MIN_SHARE, at_least=True).missed
+    assert Measurement("share", MIN_RELATIVE_THROUGHPUT - 0.01, "", MIN_RELATIVE_THROUGHPUT, at_least=True).missed
+    assert not Measurement("share", MIN_RELATIVE_THROUGHPUT, "", MIN_RELATIVE_THROUGHPUT, at_least=True).missed
     assert Measurement("added", 5.01, "ms", 5.0).missed and not Measurement("added", -1.0, "ms", 5.0).missed
     assert not Measurement("memory", None, "GiB", 1.0).missed and not Measurement("bare", 9e9, "tokens/s").missed
 

@@ -229,7 +229,7 @@ def test_rollout_continues_while_the_trainer_restarts(tmp_path: Path) -> None:
 def test_loss_and_resume_point_are_logged(tmp_path: Path) -> None:
     _, world, _ = rl(recipe_with(), tmp_path, {"rl_step": {4}})
     lost, back = [message for kind, message in world.events if kind == "restart"]
-    assert lost == "trainer rank 0, rl_step: ActorDiedError; restarting the trainer, 1 of train.max_restarts: 3"
+    assert lost == "trainer rank 0, rl_step: ActorDiedError; restarting the trainer: restart 1 of at most 3 (train.max_restarts)"
     assert back.startswith("trainer back after 0 s: rl resumes after step 2, from rl-000002")
 
 
@@ -273,7 +273,10 @@ def test_host_lost_during_a_restart_is_part_of_the_same_loss(tmp_path: Path) -> 
     recovery = TrainerRecovery(recipe, group, state, rows, waits, folder=tmp_path, reference=tmp_path / "reference")
     asyncio.run(recovery.recover_start(TrainerLost("trainer rank 1, build: ActorDiedError")))
     messages = [message for _, message in world.events]
-    assert messages[1] == "trainer-1: its host is lost; restarting the trainer, 1 of train.max_restarts: 1" and len(messages) == 3
+    assert (
+        messages[1] == "trainer-1: its host is lost; restarting the trainer: restart 1 of at most 1 (train.max_restarts)"
+        and len(messages) == 3
+    )
 
 
 def test_supervised_stage_repeats_the_same_problems_after_a_loss(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from mtpctl.telemetry.session import ResumePoint, Telemetry
 from mtpctl.web.server import address_of, serving
 
 NEW = ResumePoint()
-COUNTS = ReplicaCounts(serving=2, asked=3, least=1, most=4, restarts=1)
+COUNTS = ReplicaCounts(serving=2, requested=3, least=1, most=4, restarts=1)
 
 
 def telemetry_of(path: Path, resumed: ResumePoint = NEW) -> Telemetry:
@@ -56,7 +56,7 @@ def test_page_shows_the_latest_values(tmp_path: Path) -> None:
         result = (await client.get("/status.json")).json()
         assert (result["state"], result["stage"], result["step"], result["steps"]) == ("running", "rl", 7, 20)
         assert (result["reward"], result["unfiltered_reward"], result["accuracy"]) == (0.5, 0.25, 0.5) and 0 <= result["age_s"] < 20
-        assert result["replicas"] == {"serving": 2, "asked": 3, "least": 1, "most": 4, "restarts": 1}
+        assert result["replicas"] == {"serving": 2, "requested": 3, "least": 1, "most": 4, "restarts": 1}
         assert result["restarts"] == ["trainer back after 3 s"] and result["waiting"] == ["rollout: waiting for room, 3 s"]
         assert [(event["kind"], event["message"]) for event in result["errors"]] == [
             ("alarm", "the reward <swings>"),

@@ -13,7 +13,7 @@ def make_run(folder: Path) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "recipe.resolved.yaml").write_text("name: run\n")
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"st')
-    (folder / "replicas.json").write_text('{"asked": 3}\n')
+    (folder / "replicas.json").write_text('{"requested": 3}\n')
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     return folder

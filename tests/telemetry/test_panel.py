@@ -78,8 +78,8 @@ def test_remaining_time_is_upper_bound_for_stage_that_may_end_early() -> None:
     console, out = screen(width=100)
     clock = Clock()
     early = ["sft"]
-    lines = PlainLines(console, {"sft": 500, "rl": 10}, clock, early_stages=early)
-    panel = LivePanel(console, "run", {"sft": 500, "rl": 10}, clock, early_stages=early, draw=False)
+    lines = PlainLines(console, {"sft": 500, "rl": 10}, clock, early_stopping_stages=early)
+    panel = LivePanel(console, "run", {"sft": 500, "rl": 10}, clock, early_stopping_stages=early, draw=False)
     for phase in ("sft", "rl"):
         for step in (1, 2):
             clock.now += 1.0

@@ -112,6 +112,6 @@ def test_status_reports_reason_of_trainer_restart(mtpctl: Any, tmp_path: Path) -
     assert json.loads(mtpctl("status", str(path), "--json").out)["restarts"] == ["m"]
     store_requested_replicas(RunDirectory(path), 2)
     assert "held-out accuracy 0.250, 2 requested by mtpctl scale; wrote " in mtpctl("status", str(path)).out
-    assert json.loads(mtpctl("status", str(path), "--json").out)["asked_replicas"] == 2
+    assert json.loads(mtpctl("status", str(path), "--json").out)["requested_replicas"] == 2
     no = tmp_path / "no"
     assert mtpctl("status", str(no)).err == f"error: RUN: {no} is no run directory; mtpctl runs lists those below a folder\n"

@@ -55,7 +55,7 @@ def length(
 
     With `max` the share is min(max(n / max - 1, 0), 1): 0 up to `max` tokens, 1 from twice as many. With `target` it is
     min(|n - target| / target, 1): the distance to a target length as in L1 (arXiv 2503.04697, equation 1), here relative and bounded.
-    Parts: `correct`, the reward without the penalty, and `length`, the penalty.
+    Parts: `correct`, the reward without the penalty, and `length`, the negated penalty (at most 0).
 
     Raises UserError unless exactly one of `max` and `target` is set, to at least 1. Also raises UserError if `of` is a coroutine.
     """
@@ -124,7 +124,7 @@ async def llm_judge(
         url: base URL (`http://host:8000/v1`), to which `/chat/completions` is appended.
         prompt: may contain {prompt}, {response} and {answer}; other braces are unchanged.
         api_key_env: environment variable with the key.
-        retries: number of retries after a connection error or a retryable status, after about 0.5, 1, 2, … seconds, or the
+        retries: number of retries after a connection error or a retryable status. The delays are about 0.5, 1, 2, … seconds, or the
             server's Retry-After. All attempts share `reward.timeout_s`. `reward.workers` bounds the number of concurrent requests.
 
     Raises UserError if the key is not set, RuntimeError if the server rejects the request or all attempts fail, and ValueError for a reply
