@@ -26,7 +26,7 @@ from mtpctl.families.tensors import aliases
 from mtpctl.jobs.logprob_serve import web
 from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.logprob.dispatch import ServerLimits
-from mtpctl.logprob.protocol import ScoreRequest
+from mtpctl.logprob.protocol import Scored, ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.logprob.replica import Replica, start_replica
 from mtpctl.logprob.server import LogprobServer
@@ -304,14 +304,14 @@ class Bench:
         try:
             manifest, publish_s = await self.replica.ranks.call(BenchRank.publish, str(root), 1)
             await self.replica.ranks.call(BenchRank.reset_peak_memory)
-            async with asyncio.TaskGroup() as group:
-                answers = [group.create_task(self.server.score(request)) for request in requests]
-                await asyncio.sleep(0)
-                (report,) = await self.server.update(manifest)
+            answers = [asyncio.create_task(self.server.score(request)) for request in requests]
+            await asyncio.sleep(0)
+            (report,) = await self.server.update(manifest)
+            results = await asyncio.gather(*answers, return_exceptions=True)
         finally:
             VersionStore(root).close()
         extra_gib = await self.replica.ranks.call(BenchRank.extra_memory_gib)
-        old, new = (sum(answer.result().version == version for answer in answers) for version in (0, 1))
+        old, new = (sum(isinstance(result, Scored) and result.version == version for result in results) for version in (0, 1))
         self._add_measurement("answers lost", len(requests) - old - new, "", 0, detail=f"{old} under the old weights, {new} under the new")
         self._add_measurement("update", report.seconds, "s", detail=f"{report.nbytes / 1e9:.2f} GB by {manifest.transport}")
         self._add_measurement("update, serving paused", report.stall_seconds, "s")

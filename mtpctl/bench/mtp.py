@@ -119,8 +119,9 @@ def compute_gain(results: list[Result]) -> Gain | None:
         return None
     difference = trained.acceptance - frozen.acceptance
     variance = sum(rate * (1 - rate) / n for rate, n in ((trained.acceptance, trained.drafted), (frozen.acceptance, frozen.drafted)))
-    relative = difference / frozen.acceptance if frozen.acceptance else math.inf
-    return Gain(100 * difference, relative, difference / math.sqrt(variance) if variance else math.inf)
+    infinite = math.copysign(math.inf, difference) if difference else 0.0
+    relative = difference / frozen.acceptance if frozen.acceptance else infinite
+    return Gain(100 * difference, relative, difference / math.sqrt(variance) if variance else infinite)
 
 
 def format_table(results: list[Result], last_updates: int) -> str:
@@ -173,7 +174,10 @@ def _make_result(arm: Arm, outcomes: list[Outcome], last_updates: int) -> Result
     wall_s = sum(m["timing_s/step"] for m in update_rows)
     busy_s = sum(m["timing_s/step"] * (1 - m["async/rollout_idle"]) for m in update_rows)
     tokens = sum(m["rollout/tokens_per_s"] * m["timing_s/step"] for m in update_rows)
-    accept_rate_names = sorted({name for m in drafting_rows for name in m if name.startswith("rollout/spec_accept_rate_")})
+    accept_rate_names = sorted(
+        {name for m in drafting_rows for name in m if name.startswith("rollout/spec_accept_rate_")},
+        key=lambda name: int(name.rpartition("_")[2]),
+    )
     suffix = "" if outcomes[0].draft_method == "probabilistic" else "_greedy"
     expected_rate_names = [name.replace("rollout/spec_accept_rate_", f"mtp/expected_rate{suffix}_") for name in accept_rate_names]
     return Result(

@@ -94,7 +94,7 @@ _LOWER_IS_BETTER = re.compile(
     r"((^|_)(ms|gib|error)|_s|_seconds|seconds|_bytes|_ratio|stall|idle|loss|fall|held_updates)$|^(median|peak|latency)"
 )
 _HIGHER_IS_BETTER = re.compile(
-    r"(tokens_per_\w+|tflops|share|gb_per_s|acceptance|accept_length|accuracy\w*|late_mean|area|speedup|gain|relative|points)$"
+    r"(tokens_per_\w+|\w+_per_s|tflops|share|acceptance|accept_length|accuracy\w*|late_mean|area|speedup|gain|relative|points)$"
 )
 _KEYS_WITHOUT_FIGURES = {"environment", "timer", "options", "curves"}
 _IGNORED_OPTIONS = {"folder", "transports", "rounds", "repeats", "singles"}

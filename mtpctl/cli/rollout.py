@@ -50,6 +50,8 @@ def rollout(
     if serve:
         if prompts is not None:
             raise UserError("--serve: agents send their own prompts; leave --prompts out")
+        if n != 1 or as_json:
+            raise UserError(f"--serve: leave {'--json' if as_json else '--n'} out")
         _serve(recipe, out, host, port, from_weights, overlay or [], sets or [])
         return
     if prompts is None or out is None:

@@ -44,35 +44,41 @@ class HeldOutSet:
         self.responses = [[] for _ in self.problems]
 
     @property
-    def samples(self) -> list[Sample]:
-        """All responses, in the order of their problems."""
+    def trajectories(self) -> list[Sample]:
+        """All responses, in the order of their problems: of an agent's trajectory, the last sample."""
         return [sample for responses in self.responses for sample in responses]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The samples of all trajectories."""
+        return [sample for last_sample in self.trajectories for sample in last_sample.trajectory]
 
     def metrics(self) -> dict[str, float]:
         """`eval/*` for the set of the section `data`, `eval/NAME/*` for a named set.
 
         If some of the prompts are also in the training data, `unseen_*` are the mean reward of the other problems and their number.
         """
-        prefix, samples, n = f"eval/{self.name}/" if self.name else "eval/", self.samples, self.config.n
+        prefix, trajectories, n = f"eval/{self.name}/" if self.name else "eval/", self.trajectories, self.config.n
         rewards = [[sample.reward or 0.0 for sample in responses] for responses in self.responses]
-        mean = sum(map(sum, rewards)) / len(samples)
+        mean = sum(map(sum, rewards)) / len(trajectories)
         values = {"accuracy": mean} if self.name == UNNAMED else {}
         mean_name = "accuracy" if self.name == UNNAMED else f"avg@{n}"
         unseen_rewards = [reward for group, is_unseen in zip(rewards, self.is_unseen, strict=True) for reward in group if is_unseen]
-        if unseen_rewards and len(unseen_rewards) < len(samples):
+        if unseen_rewards and len(unseen_rewards) < len(trajectories):
             values[f"unseen_{mean_name}"] = sum(unseen_rewards) / len(unseen_rewards)
         if not all(self.is_unseen):
             values["unseen_problems"] = float(sum(self.is_unseen))
         if self.name != UNNAMED or n > 1:
             correct_counts = [sum(reward >= self.config.right_from for reward in group) for group in rewards]
             values |= {f"avg@{n}": mean} | {f"pass@{k}": value for k, value in mean_pass_at_k(correct_counts, n).items()}
-        values |= {"problems": float(len(self.problems)), "length_mean": sum(len(sample.response_ids) for sample in samples) / len(samples)}
-        values["truncated_fraction"] = finish_reason_share(samples, "length")
-        values["deadline_fraction"] = finish_reason_share(samples, DEADLINE)
+        lengths = [len(sample.response_ids) for sample in self.samples]
+        values |= {"problems": float(len(self.problems)), "length_mean": sum(lengths) / len(lengths)}
+        values["truncated_fraction"] = finish_reason_share(trajectories, "length")
+        values["deadline_fraction"] = finish_reason_share(trajectories, DEADLINE)
         if self.reward_errors:
             values["reward_errors"] = float(self.reward_errors)
         metrics = {prefix + name: value for name, value in values.items()}
-        return metrics | {name.replace("rollout/", prefix): value for name, value in speculation_metrics(samples).items()}
+        return metrics | {name.replace("rollout/", prefix): value for name, value in speculation_metrics(self.samples).items()}
 
 
 async def evaluate(
@@ -135,8 +141,10 @@ async def evaluate(
             error = error.exceptions[0]
         raise error from group
     on_end({held_out.name: list(zip(held_out.problems, held_out.responses, strict=True)) for held_out in sets})
-    responses = [sample for held_out in sets for sample in held_out.samples]
-    num_mixed = sum(any(span.version != version for span in sample.version_spans) for sample in responses)
+    responses = [response for held_out in sets for response in held_out.trajectories]
+    num_mixed = sum(
+        any(span.version != version for sample in response.trajectory for span in sample.version_spans) for response in responses
+    )
     metrics = {"eval/version": float(version), "eval/mixed_fraction": num_mixed / len(responses)}
     for held_out in sets:
         metrics |= held_out.metrics()

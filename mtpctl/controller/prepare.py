@@ -269,10 +269,12 @@ def resolve_model_folder(name: str, field: str) -> Path:
     if Path(name).is_dir():
         return Path(name).absolute()
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    except GatedRepoError as error:
+        raise UserError(f"{field}: {name} is gated; accept its terms on the hub, and log in with `hf auth login`") from error
     except RepositoryNotFoundError as error:
         raise UserError(f"{field}: {name} is neither a folder on this machine nor a model on the hub") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:

@@ -209,7 +209,10 @@ class TrainerGroup:
         """Load the model in `folder` on every rank. Returns the number of parameters, and the number of trained parameters."""
         deadline_s = self.recipe.cluster.actor_deadline_s
         await self._wait_for_ranks(deadline_s)
-        rendezvous_address: str = await await_start(self.actors[0].address.remote(), deadline_s, "trainer rank 0")
+        try:
+            rendezvous_address: str = await await_start(self.actors[0].address.remote(), deadline_s, "trainer rank 0")
+        except RuntimeFailure as error:
+            raise TrainerLost(str(error)) from error
         return await self._call_each(TrainerRank.build, lambda rank: (str(folder), rendezvous_address), deadline_s)
 
     async def _wait_for_ranks(self, deadline_s: float) -> None:

@@ -64,11 +64,11 @@ class HfWriter:
         self.shards: list[Shard] = []
         self._weight_map: dict[str, str] = {}
         self._files: dict[str, int] = {}
-        self._total_bytes = sum(stored.nbytes for stored in layout)
         drafter = [stored for stored in layout if stored.name.startswith(f"{DRAFTER}.")]
         if drafter:
             self._add_shard(f"{DRAFTER}/model.safetensors", drafter, num_elements)
             layout = [stored for stored in layout if stored not in drafter]
+        self._total_bytes = sum(stored.nbytes for stored in layout)
         groups = list(_split_into_shards(layout, shard_bytes))
         for shard_number, tensors in enumerate(groups, start=1):
             name = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{shard_number:05d}-of-{len(groups):05d}.safetensors"

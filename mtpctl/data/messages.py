@@ -90,10 +90,17 @@ def text_of_parts(parts: Sequence[object]) -> str:
         elif isinstance(part, Mapping) and part.get("type") in ("text", None) and isinstance(part.get("text"), str):
             texts.append(str(part["text"]))
         elif part is not None:
-            other_types.append(str(part.get("type") or "none") if isinstance(part, Mapping) else type(part).__name__)
+            other_types.append(_type_of_part(part))
     if other_types:
         raise ValueError(f"parts of the type {', '.join(dict.fromkeys(other_types))}")
     return "".join(texts)
+
+
+def _type_of_part(part: object) -> str:
+    if not isinstance(part, Mapping):
+        return type(part).__name__
+    part_type = str(part.get("type") or "none")
+    return f"{part_type} without text" if part_type == "text" else part_type
 
 
 def _parse_message(message: object, label: str, location: str) -> Message:

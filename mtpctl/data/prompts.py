@@ -70,7 +70,7 @@ def with_hint(problem: Problem, hint: str) -> Problem:
     fields = {**problem.fields, "prompt": prompt, "answer": problem.answer, "solution": problem.target}
     try:
         text = string.Formatter().vformat(hint, (), fields)
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
         columns = ", ".join(sorted(fields))
         raise UserError(
             f"train.rl.teacher.hint: {hint!r} cannot be formatted for {problem.prompt_id} ({error}); available are {columns}"
@@ -98,7 +98,7 @@ def encode_sft(
 ) -> SftSample:
     """The sample of the supervised stage: a conversation with its assistant turns as targets, or prompt and target."""
     if problem.is_conversation:
-        return encode_conversation(tokenizer, problem, _system_message(problem, config), ends)
+        return encode_conversation(tokenizer, problem, _system_message(problem, config), tools, ends)
     target = encode_target(tokenizer, problem, ends, templated=bool(problem.messages) or config.chat_template)
     return SftSample(encode_prompt(tokenizer, problem, config, tools), target, [1] * len(target))
 
@@ -155,16 +155,19 @@ def _too_long_error(problem: Problem, size: str, context: int) -> UserError:
     return UserError(f"{problem.prompt_id}: {size}; the context has {context} tokens; shorten or remove the row, or raise rollout.context")
 
 
-def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence[Message] = (), ends: EndTokens | None = None) -> SftSample:
+def encode_conversation(
+    tokenizer: Tokenizer, problem: Problem, system: Sequence[Message] = (), tools: Sequence[object] = (), ends: EndTokens | None = None
+) -> SftSample:
     """Ids of `system` and `problem.messages`, and the loss mask of the assistant turns.
 
-    A turn with `weight: 0` is not trained. `ends`: the run's end tokens; default: the tokenizer's.
+    A turn with `weight: 0` is not trained. `tools`: JSON schemas, in addition to those of the row. `ends`: the run's end tokens; default:
+    the tokenizer's.
 
     Raises:
         UserError: if the template drops a part of the conversation, or renders a turn differently when other turns follow. Also if the
             conversation begins with the assistant, or has no trained token.
     """
-    messages, tools = [*system, *problem.messages], problem.tools or ()
+    messages, tools = [*system, *problem.messages], [*(problem.tools or ()), *tools]
     ends = end_tokens(tokenizer) if ends is None else ends
     if messages[0]["role"] == "assistant":
         raise UserError(f"{problem.prompt_id}: the conversation begins with the assistant; begin it with a system or user message")
@@ -173,7 +176,7 @@ def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence
             tokenizer.check_rendered(messages, tools)
         text = tokenizer.chat_text(messages, tools, add_generation_prompt=False)
         turns = [
-            _turn_span(tokenizer, messages, index, text, problem)
+            _turn_span(tokenizer, messages, tools, index, text, problem.prompt_id)
             for index, message in enumerate(messages)
             if message["role"] == "assistant" and message.get("weight") != 0
         ]
@@ -196,9 +199,10 @@ def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence
     return SftSample(ids[:first], ids[first:last], mask[first:last])
 
 
-def _turn_span(tokenizer: Tokenizer, messages: Sequence[Message], index: int, text: str, problem: Problem) -> tuple[int, int]:
+def _turn_span(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[object], index: int, text: str, prompt_id: str
+) -> tuple[int, int]:
     """Begin and end of message `index` in the text of the whole conversation."""
-    tools = problem.tools or ()
     before = tokenizer.chat_text(messages[:index], tools, add_generation_prompt=True)
     through = tokenizer.chat_text(messages[: index + 1], tools, add_generation_prompt=False)
     if not through.startswith(before) or not text.startswith(through):
@@ -207,7 +211,7 @@ def _turn_span(tokenizer: Tokenizer, messages: Sequence[Message], index: int, te
         expected, actual = (through, text) if starts_turn else (before, through)
         mismatch = next((i for i, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b), min(len(expected), len(actual)))
         raise UserError(
-            f"{problem.prompt_id}: the chat template of {tokenizer.name} {reason} (message {index + 1}, near "
+            f"{prompt_id}: the chat template of {tokenizer.name} {reason} (message {index + 1}, near "
             f"{actual[max(0, mismatch - 20) : mismatch + 20]!r}), so the assistant's tokens cannot be identified; "
             "cut the conversation to one assistant turn, or give the tokenizer another chat_template"
         )

@@ -5,7 +5,7 @@ All ranks of a replica are called together, with the same arguments and in the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -168,8 +168,12 @@ class ScoreRank:
         from mtpctl.convert.bridge import WeightStream
         from mtpctl.logprob.weights import MergedAdapter
         from mtpctl.sync.delta import BlobAssembler
+        from mtpctl.sync.remote import prefetch
 
         self._manifest = Manifest.from_dict(manifest)
+        if self._manifest.transport == "storage":
+            # All sections at once, which also deletes earlier versions. Without digests: this host does not know its place in the chain.
+            prefetch([replace(self._manifest, digests={})])
         plan = self._manifest.sections[section]
         entries = plan.tensors()
         reader = self._reader_cache.open(self._manifest.transport, self._manifest.address)

@@ -197,7 +197,7 @@ def _linear_layers(model: GPTModel) -> Iterator[tuple[str, _Linear, dict[str, in
             segments: dict[str, int] = {}
             if isinstance(parent, GatedDeltaNet) and _leaf(name) == "in_proj":
                 segments = dict(zip(parent.in_proj_split_names, parent.in_proj_split_sections, strict=True))
-            elif isinstance(parent, MLP) and _leaf(name) == "linear_fc1":
+            elif isinstance(parent, MLP) and parent.config.gated_linear_unit and _leaf(name) == "linear_fc1":
                 half = module.output_size_per_partition // 2
                 segments = {"gate": half, "up": half}
             yield f"{layer.layer_number}.{_global_expert_name(layer, name)}", module, segments

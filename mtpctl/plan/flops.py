@@ -109,11 +109,11 @@ def step_flops(
     """Forward and backward operations of one step, without recomputation.
 
     lengths: tokens of each packed sample. rows: number of tokens with a log-prob. mtp_rows: number of drafted tokens of each MTP depth. An
-    isolated MTP head computes no gradient of the LM head's weight. Of routed experts, only the selected ones count. The trunk has no
-    weight gradients with an adapter, and no backward pass if only the drafter is trained.
+    isolated MTP head computes no gradient of the LM head's weight, and no head does if the LM head is frozen. Of routed experts, only the
+    selected ones count. The trunk has no weight gradients with an adapter, and no backward pass if only the drafter is trained.
     """
     all_ops, trunk_ops = _TRUNK_OPS["all"], _TRUNK_OPS[trunk]
-    head_ops = all_ops - _WEIGHT_GRADIENT if isolated else all_ops
+    head_ops = all_ops - _WEIGHT_GRADIENT if isolated or trunk != "all" else all_ops
     drafter_passes, drafter_weights = _drafter_cost(shape, len(mtp_rows))
     head_weights = shape.hidden * shape.vocab
     flops = sum(lengths) * (trunk_ops * trunk_weights(shape) + all_ops * drafter_weights)

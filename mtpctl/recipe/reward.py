@@ -31,6 +31,8 @@ ANSWER_REWARDS = ("exact", "math")
 
 TIME_LIMIT_ARGS = {"code": "timeout_s", "math": "seconds"}
 """The argument by which a built-in function limits its own time. Exceeding it is a wrong answer, not a failed call."""
+DEFAULT_TIME_LIMIT_S = 5.0
+"""Default of these arguments."""
 
 
 class RewardConfig(Section):
@@ -69,10 +71,11 @@ def check_function(reward: RewardConfig, section: str) -> Complaints:
     """Report an unknown or missing function, and one whose own time limit is not below `timeout_s`. `section`: the key of `reward`."""
     function, field = reward.function, f"{section}.function"
     if function in BUILT_IN:
-        seconds = reward.args.get(TIME_LIMIT_ARGS.get(function, ""))
-        if isinstance(seconds, int | float) and seconds >= reward.timeout_s:
-            key = f"{section}.args.{TIME_LIMIT_ARGS[function]}"
-            yield f"{section}.timeout_s: must be more than {key}: {seconds:g}, got {reward.timeout_s:g}"
+        if function in TIME_LIMIT_ARGS:
+            argument = TIME_LIMIT_ARGS[function]
+            seconds = reward.args.get(argument, DEFAULT_TIME_LIMIT_S)
+            if isinstance(seconds, int | float) and seconds >= reward.timeout_s:
+                yield f"{section}.timeout_s: must be more than {section}.args.{argument}: {seconds:g}, got {reward.timeout_s:g}"
         return
     if is_code_reference(function):
         if reason := missing_file(function):
@@ -88,12 +91,17 @@ def check_function(reward: RewardConfig, section: str) -> Complaints:
     yield f"{field}: {function!r} is not built in; {hint}"
 
 
+def _compared_function(reward: RewardConfig) -> str:
+    """The function that rewards the answer: that of the argument `of` for `length`, which only subtracts a penalty."""
+    return str(reward.args.get("of", "exact")) if reward.function == "length" else reward.function
+
+
 def check_answers(recipe: Recipe) -> Complaints:
     """Report rewards that the environment does not compute, and answers or solutions that the data do not have.
 
     A reward that compares answers must have them: a row without an answer has an empty one, so an empty response would be correct.
     """
-    data, function, environment = recipe.data, recipe.reward.function, recipe.rollout.environment
+    data, function, environment = recipe.data, _compared_function(recipe.reward), recipe.rollout.environment
     if function == FROM_ENVIRONMENT and environment == "single" and not recipe.rollout.uses_agents and "rl" in recipe.train.stages:
         yield "reward.function: environment uses reward() of rollout.environment, but single has none; name an environment with reward()"
     if recipe.rollout.verifiers is not None and data.path is None and data.task is None:
@@ -107,7 +115,7 @@ def check_answers(recipe: Recipe) -> Complaints:
     if data.columns.answer is None and function in ANSWER_REWARDS and "rl" in recipe.train.stages:
         yield f"data.columns.answer: the reward {function} needs an answer to compare with, got null; name the column"
     for name, config in recipe.evaluation.sets.items():
-        columns, reward = config.columns or data.columns, config.reward.function if config.reward else function
+        columns, reward = config.columns or data.columns, _compared_function(config.reward) if config.reward else function
         if columns.answer is None and reward in ANSWER_REWARDS:
             yield (
                 f"evaluation.sets.{name}.columns.answer: the reward {reward} needs an answer to compare with, got null; name the column, "

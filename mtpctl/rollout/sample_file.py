@@ -113,13 +113,14 @@ class SampleFile:
         try:
             row = json.loads(line)
             origin, key = (row["recipe"], row["fingerprint"]), (row["prompt_id"], row["index"])
+            prompt, _ = row["prompt"], hash(key)
             self.tally.add(row)
         except (ValueError, KeyError, TypeError) as error:
             raise _not_a_sample(location) from error
         if origin != (self.origin.recipe, self.origin.fingerprint):
             source = f"recipe {origin[0]}" if origin[0] != self.origin.recipe else "other weights or sampling settings of this recipe"
             raise UserError(f"{location}: was sampled from {source}; name another --out, or remove the file")
-        if prompts.get(key[0], row["prompt"]) != row["prompt"]:
+        if prompts.get(key[0], prompt) != prompt:
             raise UserError(f"{location}: the prompt {key[0]} has changed; name another --out, or remove the file")
         self.keys.add(key)
 

@@ -130,6 +130,27 @@ def _unshare(*, new_user: bool) -> None:
     prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: the fork is killed when its parent ends
 
 
+def _mount_points_below(folder: str) -> list[str]:
+    """The mount points below a folder. A bind mount copies them, but a remount changes only the outermost one."""
+    points = []
+    with open("/proc/self/mountinfo") as mounts:
+        for line in mounts:
+            point = line.split()[4]
+            for escaped, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+                point = point.replace(escaped, character)
+            points.append(point)
+    return [point for point in points if point.startswith(f"{folder}/")]
+
+
+def _make_read_only(mount_point: str, flags: int) -> None:
+    """Remount read-only and without setuid programs, with additional `flags`."""
+    # A remount must repeat the flags of a mount from another user namespace. `statvfs` returns them as MS_* flags, except for relatime.
+    current = os.statvfs(mount_point).f_flag
+    locked = current & (MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_NOATIME | MS_NODIRATIME)
+    relatime = MS_RELATIME if current & ST_RELATIME and not locked & (MS_NOATIME | MS_NODIRATIME) else 0
+    mount("none", mount_point, "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | flags | locked | relatime)
+
+
 def _build_root() -> None:
     """Replace the root by a tmpfs with bind mounts of the `readable_paths`. It has no /proc and no /sys."""
     sources = [(path, os.open(path, os.O_PATH)) for path in readable_paths()]  # the new root may be mounted over some of them
@@ -144,13 +165,8 @@ def _build_root() -> None:
         else:
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
         mount(f"/proc/self/fd/{source}", target, "", MS_BIND | MS_REC)
-        # A remount must repeat the flags of a mount from another user namespace. `statvfs` returns them as MS_* flags, except for relatime.
-        flags = os.statvfs(target).f_flag
-        locked = flags & (MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_NOATIME | MS_NODIRATIME)
-        relatime = MS_RELATIME if flags & ST_RELATIME and not locked & (MS_NOATIME | MS_NODIRATIME) else 0
-        device = 0 if path in _DEVICES else MS_NODEV
-        readonly = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID
-        mount("none", target, "", readonly | device | locked | relatime)
+        for mount_point in [target, *_mount_points_below(target)]:
+            _make_read_only(mount_point, 0 if path in _DEVICES else MS_NODEV)
         os.close(source)
     for path, link_target in symlinks.items():
         os.symlink(link_target, _NEW_ROOT + path)

@@ -317,8 +317,9 @@ def find_shard(model: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[in
     owner = model.get_submodule(slot.parameter.rpartition(".")[0])
     if slot.expert is not None:
         return _expert_shard(cast(ExpertsLayer, owner), live, slot, shape)
-    shape, data = (shape, live) if shape else ((1,), live.reshape(1))
-    if len(shape) == live.dim() + 1 and shape[0] == 1:
+    data = live if live.dim() else live.reshape(1)
+    shape = shape or (1,)
+    if len(shape) == data.dim() + 1 and shape[0] == 1:
         shape = shape[1:]  # a model folder may store a vector as a matrix of one row
     if hasattr(owner, "shard_indices"):
         return _vocabulary_shard(cast(_VocabularyLayer, owner), data, shape)

@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import http.client
 import logging
+import os
 import re
 import shutil
 import socket
@@ -93,6 +94,11 @@ class RelayServer:
 
             def log_message(self, *_: object) -> None:
                 """Logs nothing."""
+
+            def handle(self) -> None:
+                # The next host disconnects if it downloads from the store instead.
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    super().handle()
 
         self._downloads = downloads
 
@@ -257,14 +263,18 @@ def compute_digests(files: Sequence[Path]) -> dict[str, str]:
 def make_host_folder(name: str, nbytes: int) -> Path:
     """Return this host's folder of this name.
 
-    If there is none, it is created in shared memory if `nbytes` fit, else on disk, and marked with this process as its owner.
+    If there is none, it is created in shared memory if `nbytes` fit, else on disk, and marked with this process as its owner. Raises
+    SyncError if it cannot be created.
     """
     if (existing := _find_host_folder(name)) is not None:
         return existing
-    fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > nbytes
+    fits = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > nbytes
     folder = (SHARED_MEMORY if fits else Path(tempfile.gettempdir())) / f"{PREFIX}{name}"
-    with suppress(OSError):  # another process was faster
+    try:
         leftovers.make_marked(folder)
+    except OSError as error:
+        if not folder.exists():  # another process may have been faster
+            raise SyncError(f"{folder}: the folder for weights cannot be created: {error.strerror}") from error
     return folder
 
 
@@ -278,8 +288,11 @@ def _cache_name(url: str) -> str:
 
 
 def open_cache(url: str, nbytes: int) -> Path:
-    """Return the folder of this host for versions of the store at `url`. If there is none, it is created for `nbytes` bytes."""
-    return make_host_folder(_cache_name(url), nbytes)
+    """Return the folder of this host for versions of the store at `url`. If there is none, it is created for versions of `nbytes`.
+
+    It has room for two, because a version is deleted after the next one is complete.
+    """
+    return make_host_folder(_cache_name(url), 2 * nbytes)
 
 
 def find_cache(url: str) -> Path | None:

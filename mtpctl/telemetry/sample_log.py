@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Annotated, Literal, NotRequired, TypedDict, TypeGuard
@@ -277,10 +278,15 @@ def read_samples(run_dir: Path) -> list[SampleRow]:
     return sorted(_without_repeats(rows), key=lambda row: (row["step"], row["kind"] == "eval"))
 
 
+@cache
+def _row_adapter() -> TypeAdapter[SampleRow]:
+    return TypeAdapter(SampleRow)
+
+
 def is_sample_row(row: object) -> TypeGuard[SampleRow]:
     """Whether a value read from a file is a sample, with finite numbers and without lone surrogates, which cannot be written."""
     try:
-        TypeAdapter(SampleRow).validate_python(row, strict=True)
+        _row_adapter().validate_python(row, strict=True)
     except ValidationError:
         return False
     return True

@@ -211,10 +211,11 @@ class TrainerRank(WeightExporter):
             for sequence in sequences:
                 sequence.columns["old"] = sequence.columns["behaviour"]
         recompute = recipe.old_logprobs == "recompute"
-        if has_unscored := recompute and table.has_unscored:
+        if recompute and table.has_unscored:
             with record_function("mtpctl/old log-probs"):
                 self._add_old_logprobs([s for s in sequences if "old" not in s.columns], replay)
-            old_versions[~share.scored] = version
+            # -1: no token was sampled with these weights.
+            old_versions[~share.scored] = -1 if self.has_unpublished_update else version
         scored_at = time.perf_counter()
         reference = self._reference_logprobs(sequences) if self.reference is not None else None
         context = recipe.rollout.context or self.engine.folder.shape.max_positions
@@ -243,9 +244,7 @@ class TrainerRank(WeightExporter):
         metrics = mean_metrics(minibatch_metrics) | self.engine.peak_memory()
         metrics |= {"timing_s/old_log_prob": scored_at - start, "timing_s/update": time.perf_counter() - scored_at}
         if recompute:
-            metrics |= self._mismatch_metrics(
-                sequences, versions, stale_kv, old_versions, published=not (has_unscored and self.has_unpublished_update)
-            )
+            metrics |= self._mismatch_metrics(sequences, versions, stale_kv, old_versions)
         self.has_unpublished_update = True
         metrics["perf/tokens"] = sum(minibatch["perf/tokens"] for minibatch in minibatch_metrics)
         return metrics
@@ -331,13 +330,11 @@ class TrainerRank(WeightExporter):
         versions: list[npt.NDArray[np.int32]],
         stale_kv: list[npt.NDArray[np.bool_]],
         old_versions: npt.NDArray[np.int32],
-        *,
-        published: bool,
     ) -> dict[str, float]:
         """`rollout_corr/*` over all tokens, and the mean difference over the tokens that were sampled with the scoring weights.
 
-        stale_kv: whether each token was sampled with a stale KV cache. published: whether the scoring weights were published; otherwise no
-        token was sampled with them.
+        versions, old_versions: versions of the weights that sampled each token, and that scored each sample; -1: never published. stale_kv:
+        whether each token was sampled with a stale KV cache.
         """
         import torch
 
@@ -353,7 +350,7 @@ class TrainerRank(WeightExporter):
         seq_ids = torch.from_numpy(np.repeat(np.arange(len(sequences)), [len(s.loss_mask) for s in sequences]))
         sums = mismatch_sums(old, behaviour, mask, seq_ids, len(sequences), self.recipe.rl.correction)
         same_weights = concatenate(
-            [published & (token_versions == old_version) for token_versions, old_version in zip(versions, old_versions, strict=True)]
+            [token_versions == old_version for token_versions, old_version in zip(versions, old_versions, strict=True)]
         )
         sums |= cause_sums(old, behaviour, mask, same_weights, concatenate(stale_kv))
         totals = dict(zip(sums, sum_over_ranks([float(value) for value in sums.values()]), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,3 +85,22 @@ def test_arm_that_drafted_nothing_misses_the_bound(tmp_path: Path, drafted: floa
     done = CliRunner().invoke(app, ["bench", "mtp", "tiny_mtp", "--measured-only", "--out", str(tmp_path)])
     assert done.exit_code == code, done.output
     assert ("the arm frozen drafted nothing" in done.output) == (code == 6)
+
+
+@pytest.mark.parametrize(("frozen", "trained", "expected"), [(0.0, 0.0, 0.0), (1.0, 0.0, -math.inf), (0.0, 1.0, math.inf)])
+def test_gain_without_variance_is_zero_or_infinite_in_its_direction(frozen: float, trained: float, expected: float) -> None:
+    results = summarize(
+        [mtp_outcome("frozen", drafting_run([frozen] * 2)), mtp_outcome("trained", drafting_run([trained] * 2))], last_updates=2
+    )
+    gain = compute_gain(results)
+    assert gain is not None and gain.standard_errors == expected
+    assert gain.relative == (expected if not frozen else -1.0)
+
+
+def test_positions_are_in_numeric_order() -> None:
+    outcome = mtp_outcome("trained", drafting_run([0.5] * 2))
+    for row in outcome.history.rows:
+        if "rollout/spec_drafted" in row.metrics:
+            row.metrics.update({f"rollout/spec_accept_rate_{position}": 1 / position for position in range(1, 12)})
+    (result,) = summarize([outcome], last_updates=2)
+    assert result.by_position == pytest.approx([1 / position for position in range(1, 12)])

@@ -158,6 +158,8 @@ def test_slower_sync_is_worse() -> None:
         ("results.forward ours.ms", "lower"),
         ("sync.stall_seconds", "lower"),
         ("results.k1.tokens_per_s", "higher"),
+        ("answers_per_s", "higher"),
+        ("gb_per_s", "higher"),
         ("acceptance", "higher"),
         ("best_speedup", "higher"),
         ("results.partial 0.late_mean", "higher"),

@@ -112,3 +112,9 @@ def test_serving_takes_an_address_and_maybe_a_file(rollout: Any, monkeypatch: py
     assert (code, out.strip(), requested) == (0, "3 trajectories in o", [(7, Path("o"), "127.0.0.1", 0, None)])
     code, out, _, _ = rollout(found(), "tiny_mtp", "--serve")
     assert (code, out.strip(), requested[1]) == (0, "3 trajectories", (0, None, "127.0.0.1", 8339, None))
+
+
+@pytest.mark.parametrize(("arguments", "option"), [(("--n", "8"), "--n"), (("--json",), "--json")])
+def test_serving_rejects_options_without_effect(rollout: Any, arguments: tuple[str, ...], option: str) -> None:
+    code, _, err, _ = rollout(found(), "tiny_mtp", "--serve", *arguments)
+    assert (code, err.strip()) == (2, f"error: --serve: leave {option} out")

@@ -157,3 +157,16 @@ def test_set_uses_its_own_reward_function_and_others_the_recipes(tmp_path: Path)
     wrong: dict[str, object] = {"a": {"path": "a", "reward": {"function": f"{tmp_path}/judge.py:plain", "args": {"bonus": 1}}}}
     with pytest.raises(UserError, match=r"plain.* cannot be called"):
         asyncio.run(rewarded(wrong))
+
+
+def test_lengths_include_all_samples_of_a_trajectory_and_rewards_count_once() -> None:
+    """The agent rewrote its history once: the first sample has two more tokens than the last."""
+
+    async def with_earlier(response: str, problem: Problem, sample: Sample) -> float:
+        first = Sample(sample.prompt_id, sample.group_id, [1])
+        first.append([2, 2, 2], [-1.0] * 3, 7)
+        sample.earlier = [first]
+        return 1.0
+
+    metrics, _ = measured(recipe_of(), {"": [Problem("p", "x", "0")]}, rewards={UNNAMED: with_earlier}, version=0)
+    assert (metrics["eval/length_mean"], metrics["eval/accuracy"], metrics["eval/mixed_fraction"]) == (2.0, 1.0, 1.0)

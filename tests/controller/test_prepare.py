@@ -7,9 +7,10 @@ import shutil
 from math import prod
 from pathlib import Path
 
+import httpx
 import pytest
 
-from mtpctl.controller.prepare import open_model, open_version_store, prepare
+from mtpctl.controller.prepare import open_model, open_version_store, prepare, resolve_model_folder
 from mtpctl.controller.rollout_loop import build_request
 from mtpctl.errors import UserError
 from mtpctl.families.quantization import select_fp8_names
@@ -179,3 +180,15 @@ def test_an_end_token_that_the_recipe_leaves_out_is_a_caution(tmp_path: Path) ->
     assert list(prepared.end_ids) == [35]
     message = "rollout.end_ids does not contain 258, with which the chat template closes a turn: responses do not end at it"
     assert message in prepared.warnings
+
+
+@pytest.mark.parametrize(("kind", "message"), [("RepositoryNotFoundError", "is neither a folder"), ("GatedRepoError", "is gated")])
+def test_model_rejected_by_the_hub_is_a_user_error(monkeypatch: pytest.MonkeyPatch, kind: str, message: str) -> None:
+    import huggingface_hub.errors
+
+    def refuse(*_: object, **__: object) -> None:
+        raise getattr(huggingface_hub.errors, kind)("no", response=httpx.Response(404, request=httpx.Request("GET", "https://hub")))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(UserError, match=rf"^model\.path: some/model {message}"):
+        resolve_model_folder("some/model", "model.path")

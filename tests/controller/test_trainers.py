@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -160,3 +161,11 @@ def test_restart_waits_for_a_host_without_min_dp(monkeypatch: pytest.MonkeyPatch
 def test_stop_ends_the_wait_for_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrainerLost, match="a stop was requested"):
         Cluster(monkeypatch, {"a": 1, "c": 0}).restart(monkeypatch, then=lambda: "stop")
+
+
+def test_rank_0_that_dies_before_it_names_its_address_is_a_lost_trainer() -> None:
+    group = TrainerGroup.__new__(TrainerGroup)
+    group.recipe, group.bundles = Recipe(), None
+    group.actors = [SimpleNamespace(address=SimpleNamespace(remote=dead))]  # type: ignore[list-item]
+    with pytest.raises(TrainerLost, match="trainer rank 0, start: "):
+        asyncio.run(group.build(Path("model")))

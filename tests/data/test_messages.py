@@ -89,7 +89,10 @@ def test_a_call_without_arguments_has_an_empty_object(tmp_path: Path, arguments:
             [{"role": "user", "content": [{"type": "input_audio", "x": 1}]}, SAY],
             r"message 1 of `messages` has parts of the type input_audio",
         ),
-        ([{"role": "user", "content": [{"type": "text"}, 3]}, SAY], r"message 1 of `messages` has parts of the type text, int"),
+        (
+            [{"role": "user", "content": [{"type": "text"}, 3]}, SAY],
+            r"message 1 of `messages` has parts of the type text without text, int",
+        ),
         ([{"role": "user", "content": [{"type": "image_url"}]}, SAY], r"`messages` contains images, .*\(parts of the type image_url\)"),
         (
             [{"role": "user", "content": {"a": 1}}, SAY],

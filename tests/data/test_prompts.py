@@ -9,7 +9,7 @@ import pytest
 
 from mtpctl.data import prompts
 from mtpctl.data.problems import Problem
-from mtpctl.data.prompts import check_lengths, encode_prompt, encode_target
+from mtpctl.data.prompts import check_lengths, encode_prompt, encode_sft, encode_target, with_hint
 from mtpctl.data.tokenizers import Tokenizer, load_tokenizer, make_byte_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig
@@ -93,3 +93,20 @@ def test_lengths_are_checked_after_the_template_is_applied(tmp_path: Path, conte
     config, tokenizer = DataConfig(chat_template=True), load_tokenizer(folder)
     with pytest.raises(UserError, match=r"^p1: the prompt has 8\d tokens, .* the context has 64"):
         check_lengths(tokenizer, [Problem("p0", "1", "3"), Problem("p1", '"' * 40, "3")], config, context=64)
+
+
+def test_a_conversation_has_the_environments_tools(tmp_path: Path) -> None:
+    """As the prompts of RL have."""
+    make_byte_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}" + TEMPLATE)
+    messages = ({"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"})
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    sample = encode_sft(load_tokenizer(tmp_path), Problem("p", "", "", messages=messages), DataConfig(chat_template=True), [tool])
+    assert bytes(sample[0]) == b"<add>[user]1+2=[assistant]"
+
+
+@pytest.mark.parametrize("hint", ["{level:>3}", "{meta[x]}", "{missing}"])
+def test_a_hint_that_does_not_fit_a_row_names_the_row(hint: str) -> None:
+    problem = Problem("d.jsonl:4", "1+2=", "3", fields={"level": None, "meta": "text"})
+    with pytest.raises(UserError, match=r"train\.rl\.teacher\.hint: .* cannot be formatted for d\.jsonl:4"):
+        with_hint(problem, hint)

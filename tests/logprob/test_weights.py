@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.families.tensors import section_of
 from mtpctl.logprob.protocol import ScoreRequest
 from mtpctl.logprob.replica import Replica
 from mtpctl.logprob.weights import VersionedWeights
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError, TargetDirty, VersionConflict
+from mtpctl.sync.remote import URL_FIELD, delete_cache, find_cache
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.update import update_target
@@ -96,6 +98,22 @@ def test_update_equals_loading_the_weights(
     assert run(logprobs(one, 1)).equal(loaded) and (loaded - before).abs().max() > 1
     run(update_target(one, publish(2, tensors), verify=True))
     assert run(logprobs(one, 2)).equal(before)
+
+
+def test_host_of_a_replica_keeps_only_the_current_version_from_object_storage(
+    run: Loop, folder: Path, tensors: Tensors, others: Tensors, tmp_path: Path, replica: Any
+) -> None:
+    """A host without an engine, whose downloads nobody else deletes."""
+    url, shape, one = f"file://{tmp_path}/bucket", HfFolder.open(folder).shape, replica()
+    store = VersionStore(tmp_path / "versions", ObjectStore(url, URL_FIELD))
+    publisher = Publisher(store, bucket_bytes=20_000, section_of=lambda name: section_of(name, shape))
+    try:
+        for version, weights in ((1, others), (2, tensors), (3, others)):
+            run(update_target(one, publisher.publish(iter(weights.items()), version, checksums=True), verify=True))
+            downloads = find_cache(url)
+            assert downloads is not None and [path.name[:9] for path in downloads.glob("v*")] == [f"v{version:08d}"]
+    finally:
+        delete_cache(url)
 
 
 def test_update_of_the_target_does_not_change_the_draft(run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any) -> None:

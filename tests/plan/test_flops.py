@@ -52,6 +52,8 @@ def test_an_isolated_drafter_computes_no_gradient_of_the_head() -> None:
     shape = shape_of(CONFIG.to_dict())
     joint, isolated = (step_flops(shape, [LENGTH], LENGTH, [20], isolated=each) for each in (False, True))
     assert joint - isolated == 2 * 20 * shape.hidden * shape.vocab
+    joint_adapter, isolated_adapter = (step_flops(shape, [LENGTH], LENGTH, [20], isolated=each, trunk="adapter") for each in (False, True))
+    assert joint_adapter == isolated_adapter, "the head is frozen"
 
 
 def test_a_trunk_that_is_not_trained_computes_fewer_gradients() -> None:

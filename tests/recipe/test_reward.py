@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.loading import dump_resolved, load_recipe
-from mtpctl.recipe.reward import BUILT_IN, RewardConfig, check_reward
+from mtpctl.recipe.reward import BUILT_IN, DEFAULT_TIME_LIMIT_S, TIME_LIMIT_ARGS, RewardConfig, check_answers, check_reward
 from mtpctl.recipe.schema import Recipe
 from mtpctl.user_code import load
 
@@ -89,4 +91,19 @@ def test_an_answers_own_bound_has_to_be_under_that_of_a_call() -> None:
     config = RewardConfig(function="code", args={"timeout_s": 60})
     assert list(check_reward(config, None)) == ["reward.timeout_s: must be more than reward.args.timeout_s: 60, got 30"]
     assert list(check_reward(RewardConfig(function="math", args={"seconds": 2}), None)) == []
+    (complaint,) = check_reward(RewardConfig(function="math", timeout_s=3), None)
+    assert complaint == "reward.timeout_s: must be more than reward.args.seconds: 5, got 3"
     assert list(check_reward(RewardConfig(function="mine.b:score", args={"timeout_s": 60}), None)) == []
+
+
+def test_default_time_limits_are_those_of_the_functions() -> None:
+    for name, argument in TIME_LIMIT_ARGS.items():
+        module, _, function = BUILT_IN[name].partition(":")
+        assert signature(getattr(import_module(module), function)).parameters[argument].default == DEFAULT_TIME_LIMIT_S
+
+
+def test_a_reward_around_one_that_compares_answers_needs_them_too() -> None:
+    sets = ["reward.function=length", "reward.args={max: 512}", "data.columns.answer=null"]
+    assert list(check_answers(load_recipe("tiny_mtp", sets=sets).recipe)) == [
+        "data.columns.answer: the reward exact needs an answer to compare with, got null; name the column"
+    ]

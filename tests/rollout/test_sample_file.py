@@ -62,8 +62,14 @@ def test_incomplete_last_line_is_dropped_and_generated_again(tmp_path: Path, cut
     assert path.read_bytes() == first + second
 
 
-@pytest.mark.parametrize("text", ["hello", "hello\n", '{"a": 1}\n', "[1]\n", '{"prompt_id": "p:1", "index": 0}\n'])
+@pytest.mark.parametrize(
+    "text", ["hello", "hello\n", '{"a": 1}\n', "[1]\n", '{"prompt_id": "p:1", "index": 0}\n', "without prompt", "list as id"]
+)
 def test_file_with_other_content_is_rejected_and_unchanged(tmp_path: Path, text: str) -> None:
+    write(tmp_path / "o", sample("p:1"))
+    row = json.loads((tmp_path / "o").read_text())
+    changed = {"without prompt": {key: value for key, value in row.items() if key != "prompt"}, "list as id": row | {"prompt_id": ["p"]}}
+    text = json.dumps(changed[text]) + "\n" if text in changed else text
     (tmp_path / "o").write_text(text)
     with pytest.raises(UserError, match="o:1: is not a sample that mtpctl rollout wrote"):
         SampleFile.open(tmp_path / "o", ORIGIN, PROMPTS)

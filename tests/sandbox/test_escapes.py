@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -421,3 +423,26 @@ def children(sandbox: Sandbox) -> int:
     while (count := len(zygote(sandbox).children(recursive=True))) > expected and time.monotonic() < deadline:
         time.sleep(0.05)
     return count
+
+
+def test_mounts_below_a_readable_path_are_read_only(tmp_path: Path) -> None:
+    """A bind mount is recursive, but its remount is not. The nested mount is writable for all users."""
+    folder = tmp_path / "readable"
+    (folder / "a b").mkdir(parents=True)
+    program = f"""
+import os
+from mtpctl.sandbox import isolation
+isolation._unshare(new_user=os.geteuid() != 0)
+isolation.mount("none", "/", "", isolation.MS_REC | isolation.MS_PRIVATE)
+isolation.mount("tmpfs", {str(folder / "a b")!r}, "tmpfs", 0, "mode=0777")
+isolation.readable_paths = lambda: [{str(folder)!r}]
+isolation._build_root()
+try:
+    open({str(folder / "a b" / "new")!r}, "w")
+except OSError as error:
+    print(error.strerror)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    if "Operation not permitted" in result.stderr:
+        pytest.skip("namespaces cannot be created here")
+    assert result.stdout == "Read-only file system\n", result.stderr

@@ -313,3 +313,11 @@ def test_several_runs_of_columns_are_written() -> None:
     target = torch.zeros(2, 4)
     Shard(target, (2, 6), 1, (Run(1, 0, 2), Run(4, 2, 2))).write(torch.arange(12.0), 0, 12)
     assert target.tolist() == [[1, 2, 4, 5], [7, 8, 10, 11]]
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("live_shape", [(), (1,)])
+def test_a_scalar_is_written_in_either_form(shape: tuple[int, ...], live_shape: tuple[int, ...]) -> None:
+    target = torch.zeros(live_shape)
+    find_shard(model_with("m.scale", layer(target)), target, Slot("m.scale.weight"), shape, TpRank()).write(torch.ones(1), 0, 1)
+    assert target.item() == 1

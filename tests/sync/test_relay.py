@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import pytest
@@ -20,7 +22,7 @@ import torch
 from mtpctl.cluster import object_store
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.sync import remote
-from mtpctl.sync.protocol import Manifest
+from mtpctl.sync.protocol import Manifest, SyncError
 from mtpctl.sync.remote import ChainLink, RelayServer, compute_digests, download, fetch, prefetch, upstream_of
 
 VERSION = "v00000007-0123456789abcdef"
@@ -337,3 +339,37 @@ def test_manifests_of_a_version_store_name_no_relay(store: str, tmp_path: Path, 
 def test_hosts_form_a_chain() -> None:
     addresses = ["10.0.0.1:1", "10.0.0.2:2", "10.0.0.1:3", "10.0.0.3:4"]
     assert upstream_of(addresses) == [("", 0), ("10.0.0.1:1", 1), ("", 0), ("10.0.0.2:2", 2)]
+
+
+def test_folder_is_in_shared_memory_only_if_two_versions_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version is deleted after the next one is complete."""
+    memory, disk = tmp_path / "shm", tmp_path / "disk"
+    memory.mkdir(), disk.mkdir()
+    monkeypatch.setattr(remote, "SHARED_MEMORY", memory)
+    monkeypatch.setattr(remote.tempfile, "gettempdir", lambda: str(disk))
+    monkeypatch.setattr(remote.shutil, "disk_usage", lambda _: SimpleNamespace(free=30))
+    assert remote.open_cache("s3://bucket/a", 20).parent == disk
+    assert remote.open_cache("s3://bucket/b", 14).parent == memory
+
+
+def test_folder_that_cannot_be_created_is_an_error_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(remote, "SHARED_MEMORY", tmp_path / "missing")
+    monkeypatch.setattr(remote.tempfile, "gettempdir", lambda: str(tmp_path / "file"))
+    with pytest.raises(SyncError, match=r"file/mtpctl-fetched-\w+: the folder for weights cannot be created: "):
+        remote.open_cache("s3://bucket/run", 5)
+
+
+def test_host_that_disconnects_leaves_no_traceback(hosts: list[Host], capfd: pytest.CaptureFixture[str]) -> None:
+    """As a host does that downloads from the store instead."""
+    name, nbytes = "target-00000.bin", 64 << 20
+    (hosts[0].folder / VERSION).mkdir()
+    (hosts[0].folder / VERSION / name).write_bytes(bytes(nbytes))
+    address, _, port = hosts[0].relay.address.rpartition(":")
+    with socket.create_connection((address, int(port))) as connection:
+        connection.sendall(f"GET /{VERSION}/{name}?nbytes={nbytes}&hops=1 HTTP/1.1\r\n\r\n".encode())
+        connection.recv(1000)
+    deadline = time.monotonic() + 10
+    while any("process_request_thread" in thread.name for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert capfd.readouterr().err == ""

@@ -309,7 +309,7 @@ def test_last_evaluation_and_late_mean_have_separate_rows(tmp_path: Path) -> Non
         rows.insert(0, {"session": 1, "time": 1.6e9, "phase": "sft", "step": 30, "sft/loss": 1.0})
         (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = " ".join(read(write_comparison(runs, tmp_path / "out.html")).text)
-    assert "correct final answer. eval/accuracy 75.0% 50.0%" in text
+    assert "the share of correct responses. eval/accuracy 75.0% 50.0%" in text
     assert "mean of the last 4 evaluations. eval/accuracy 37.5% 31.2%" in text
     assert "a: 30 SFT steps, 10 RL steps · b: 30 SFT steps, 10 RL steps" in text
 

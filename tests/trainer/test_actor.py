@@ -105,7 +105,9 @@ def test_old_checkpoints_that_cannot_be_deleted_are_reported(tmp_path: Path, mon
     rank = TrainerRank(Recipe().model_dump_json(by_alias=True), 0, 1)
     write_checkpoint(tmp_path, "rl-000002")
     monkeypatch.setattr("mtpctl.checkpoint.finding.shutil.rmtree", fail)
-    with pytest.raises(SaveFailed, match="rl-000004 was written, but older ones could not be deleted: Device or resource busy"):
+    with pytest.raises(
+        SaveFailed, match="rl-000004 was written, but `latest` could not point to it, or older ones not be deleted: Device or resource busy"
+    ):
         rank.publish_checkpoint(str(write_checkpoint(tmp_path, "rl-000004")), 1)
 
 
@@ -350,3 +352,13 @@ def test_update_without_recomputed_logprobs_compares_policies_in_its_first_minib
 )
 def test_sft_stage_uses_the_cores_of_idle_engines(sets: list[str], stage: str, threads: int) -> None:
     assert threads_for_stage(load_recipe("tiny_mtp", sets=sets).recipe, stage, cores=8) == threads
+
+
+def test_samples_that_the_server_scored_are_compared_between_two_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer scores the other samples with weights that were never published. The recorder's old log-probs are -1.5."""
+    rank, _ = recorder(old_logprobs="recompute")
+    monkeypatch.setattr(WeightExporter, "plan_weights", lambda *_: None)
+    step(rank, batch(2, 2), 1)
+    samples = batch(2, 2)
+    samples[0].old_logprobs, samples[0].old_version = logprobs_of([-1.25, -1.25]), 1
+    assert step(rank, samples, 1)["rollout_corr/abs_diff_same_version"] == 0.25

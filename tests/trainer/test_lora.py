@@ -14,6 +14,7 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.trainer.objective import NextToken
 from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
+from tests.fakes.toys import NEMOTRON_H
 from tests.fakes.trainer_cases import MODELS
 
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -185,3 +186,14 @@ def test_loaded_mtp_layers_stay_frozen_while_an_adapter_trains(tmp_path):
         sent = {name: tensor.clone() for name, tensor in trainer.export(["draft"], merged=False)}
     assert drafter and sent.keys() == drafter.keys()
     assert all(torch.equal(sent[name], drafter[name]) for name in drafter)
+
+
+def test_only_a_gated_mlp_has_outputs_for_gate_and_up(tmp_path):
+    """Rows of B are split over tensor-parallel ranks output by output, as the rows of the base weight are."""
+    sizes = {}
+    for name, fields in (("gated", {}), ("ungated", NEMOTRON_H | {"attention_bias": False})):
+        lora = LORA.model_copy(update={"targets": ["linear_fc1"]})
+        with engine(mimo(tmp_path / name, **fields), mtp=MtpConfig(mode="off"), lora=lora) as trainer:
+            adapters = [module for path, module in trainer.module.named_modules() if path.endswith("linear_fc1.adapter")]
+        sizes[name] = {tuple(adapter.segments.values()) for adapter in adapters}
+    assert sizes == {"gated": {(48, 48)}, "ungated": {()}}
