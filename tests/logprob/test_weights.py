@@ -103,7 +103,7 @@ def test_update_equals_loading_the_weights(
 def test_host_of_a_replica_keeps_only_the_current_version_from_object_storage(
     run: Loop, folder: Path, tensors: Tensors, others: Tensors, tmp_path: Path, replica: Any
 ) -> None:
-    """A host without an engine, whose downloads nobody else deletes."""
+    """A host without an engine, whose downloads only the replica can delete."""
     url, shape, one = f"file://{tmp_path}/bucket", HfFolder.open(folder).shape, replica()
     store = VersionStore(tmp_path / "versions", ObjectStore(url, URL_FIELD))
     publisher = Publisher(store, bucket_bytes=20_000, section_of=lambda name: section_of(name, shape))
