@@ -28,7 +28,7 @@ PANELS = {
     "Response length": ["response/length_mean", "response/length_max"],
     "Weight sync": ["sync/seconds", "sync/stall_seconds"],
     "Step": ["run_step", "run_steps"],
-    "Replicas": ["run_replicas_serving", "run_replicas_asked"],
+    "Replicas": ["run_replicas_serving", "run_replicas_requested"],
     "Restarts of replicas": ["run_replica_restarts_total"],
     "Seconds since the newest row": ["run_age_seconds"],
 }
