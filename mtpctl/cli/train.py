@@ -118,7 +118,7 @@ def slurm(
         print_result(text, end="")
         return
     job, path = jobs.submit_slurm(loaded.recipe, request, text)
-    print_result(f"job {job} is submitted: {allocation.nodes} node(s) with {allocation.cpus} CPUs and {allocation.gpus} GPUs; {path}")
+    print_result(f"job {job} is submitted: {allocation.nodes} node(s) with {allocation.cpus} CPUs and {allocation.gpus} GPUs each; {path}")
 
 
 @launch.command()

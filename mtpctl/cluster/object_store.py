@@ -66,8 +66,9 @@ class ObjectStore:
             self._files, self._root = url_to_fs(self.url, **options)
         except ImportError as error:
             package = known_implementations[scheme]["class"].partition(".")[0]
-            problem = f"{scheme}:// needs the package {package}, which is not installed; install it, or {field.fix}"
-            raise PrerequisiteMissing(f"{field}: {problem}") from error
+            # fsspec's own module for a scheme needs another package, which its error names.
+            missing = f"cannot be used: {error}" if package == "fsspec" else f"needs the package {package}, which is not installed"
+            raise PrerequisiteMissing(f"{field}: {scheme}:// {missing}; install it, or {field.fix}") from error
         except OSError as error:
             raise PrerequisiteMissing(f"{field}: {url} cannot be reached: {error}") from error
         except ValueError as error:
@@ -81,7 +82,7 @@ class ObjectStore:
         return None
 
     def write(self, name: str, contents: bytes) -> None:
-        """Write an object atomically. Other file systems than the local one, such as sftp://, are written in place."""
+        """Write an object: atomically in object storage and on the local file system, in place on others, such as sftp://."""
         with self._errors("write", name):
             path = self._object_path(name)
             if self._is_local:

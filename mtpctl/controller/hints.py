@@ -39,7 +39,7 @@ OSCILLATION_STANDARD_ERRORS = 3.0
 DROP_WINDOW = 8
 DROP_STANDARD_ERRORS = 4.0
 MIN_DROP = 0.08
-"""Minimum drop that is reported, of the mean reward over `DROP_WINDOW` updates below the best such mean.
+"""Minimum reported drop of the mean reward over the last `DROP_WINDOW` updates, relative to the best mean over as many updates.
 
 Smaller drops may be due to the data.
 """
@@ -176,9 +176,12 @@ UNCHANGED_RATIO = 0.01
 UNCHANGED_KL = 1e-3
 """KL in nats per token (`actor/ref_kl`, else `actor/ppo_kl`) below which the policy hardly moves. Runs that learn have ten times that."""
 UNCHANGED_ENTROPY = 0.05
-"""Relative change of the entropy between the halves below which it is constant. In runs that learn it falls by half in 20 updates."""
+"""Relative change of the mean entropy from the first to the second half of the window. Below it, the entropy counts as constant.
+
+In runs that learn, it falls by half in 20 updates.
+"""
 COLLAPSED_ENTROPY = 0.05
-"""Entropy relative to the first updates below which it has collapsed, unless the reward still rises."""
+"""Ratio of the entropy to that of the first updates. Below it, the entropy has collapsed, unless the reward still rises."""
 LOW_SIGNAL_FRACTION = 0.1
 """Share of groups with signal below which a hint is given: more than nine tenths of the groups have no gradient."""
 MIN_SIGNAL_FRACTION = 0.02

@@ -156,7 +156,7 @@ def _ernie_bridge(upstream: type) -> type:
     """ERNIE 4.5's bridge, with support for MoE layers at any interval, pairwise rotary embeddings and the MTP layer.
 
     ERNIE rotates dimension 2 i of a head with 2 i + 1; the trainer rotates dimension i with i + head_dim / 2. The rows of queries and keys
-    are therefore reordered on loading and on export, except in the MTP layer, in which vLLM rotates halves too.
+    are therefore reordered on loading and on export. The MTP layer is an exception: vLLM rotates it like the trainer.
     """
 
     class ErnieBridge(upstream):  # type: ignore[misc]

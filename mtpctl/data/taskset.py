@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -115,7 +116,7 @@ def load_environment_problems(
         return train, _load_problems(rollout, name, HELD_OUT, sizes.eval_size, limit)
     if len(train) <= held_out:
         raise UserError(f"data.taskset.eval_size: {held_out} would hold out all {len(train)} tasks of verifiers:{name}; lower it")
-    return train[held_out:], train[:held_out]
+    return train[held_out:], train[:held_out][:limit]
 
 
 def _load_problems(rollout: RolloutBase, name: str, split: str, size: int | None, limit: int | None) -> list[Problem]:
@@ -148,15 +149,15 @@ def as_problem(task: Any, prompt_id: str) -> Problem:
     return Problem(prompt_id, prompt, answer if isinstance(answer, str) else NO_ANSWER, fields=fields)
 
 
-def task_data(problem: Problem) -> dict[str, object]:
-    """The data from which verifiers creates the task.
+def task_data(problem: Problem, name: str) -> dict[str, object]:
+    """The data from which verifiers creates the task, in the environment `name`.
 
     For a problem that was a task, these are its fields; for one that was read from a file, prompt, answer and fields.
     """
     row: dict[str, object] = {"prompt": [dict(message) for message in problem.messages] or problem.prompt}
     if problem.answer != NO_ANSWER:
         row["answer"] = problem.answer
-    is_task = problem.prompt_id.rpartition("/")[0].endswith((f"/{TRAIN}", f"/{HELD_OUT}"))
+    is_task = re.fullmatch(rf"{re.escape(name)}/({TRAIN}|{HELD_OUT})/\d+", problem.prompt_id) is not None
     return dict(problem.fields) if is_task else row | dict(problem.fields)
 
 

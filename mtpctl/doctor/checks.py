@@ -214,7 +214,12 @@ async def packages(requirements: list[stack.Package]) -> Finding:
     summary = [f"all {len(requirements) - missing} in the required versions, pinned: {', '.join(pinned)}"]
     for package in optional:
         purpose = stack.OPTIONAL.get(package.name, "speed only")
-        summary.append(f"optional: {package.name} {'installed' if package.state == 'ok' else 'not installed'} (for {purpose})")
+        states = {
+            "ok": "installed",
+            "missing": "not installed",
+            "other": f"{package.installed} is installed, {package.specifier} is needed",
+        }
+        summary.append(f"optional: {package.name} {states[package.state]} (for {purpose})")
     return Finding("ok", "; ".join(summary), data)
 
 

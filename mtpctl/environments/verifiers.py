@@ -39,7 +39,7 @@ async def play(
     held_out = is_held_out(problem, name)
     environment = await _get_environment(name, args, eval_args if held_out else {}, max_turns, held_out)
     task_type, config = type(environment.taskset).task_type(), environment.config.taskset.task
-    task = task_type(task_type.data_type().model_validate(task_data(problem)), config)
+    task = task_type(task_type.data_type().model_validate(task_data(problem, name)), config)
     client = vf.EvalClientConfig(base_url=base_url, api_key_var=UNSET_KEY_VARIABLE)
     return episode_rewards(await environment.run_episode(task, vf.ModelContext(model=MODEL, client=client)), base_url)
 

@@ -37,18 +37,18 @@ _EXPERT_MODULE = re.compile(r"(?P<experts>.*\.experts)\.\d+\.[a-z_]+")
 _REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")
 """Projections that are replicated on all tensor-parallel ranks."""
 _SPLIT_COLUMNS = ("o_proj", "down_proj", "out_proj")
-"""Projections that tensor parallelism splits by columns. It splits others by rows."""
+"""Projections whose weight is split by columns, the input dimension, under tensor parallelism. Others are split by rows."""
 _UNQUANTIZED = ("gate", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a", "in_proj")
-"""Routers, gates, and projections with one row per head: in_proj_ba, in_proj_b and in_proj_a of linear attention entirely, and Mamba-2's
-in_proj in part."""
+"""Routers, gates, and projections that have one row per head: all rows of in_proj_ba, in_proj_b and in_proj_a in linear attention, and some
+rows of Mamba-2's in_proj."""
 
 
 @cache
-def select_fp8_names(shape: ModelShape, *, drafter: bool = True) -> frozenset[str]:
+def select_fp8_names(shape: ModelShape, *, mtp: bool = True) -> frozenset[str]:
     """Names of the matrices to quantize: projections of attention, MLPs and experts.
 
     Embeddings, heads, routers, norms, biases, convolutions, the projection of MTP layers' two inputs, and a separate drafter (subfolder
-    `drafter/`) are not quantized. drafter: also quantize the MTP layers.
+    `drafter/`) are not quantized. mtp: also quantize the MTP layers.
     """
     shapes = _matrix_shapes(shape)
     accepted = {module for module, size in shapes.items() if _is_quantizable(module, size, shape)}
@@ -60,7 +60,7 @@ def select_fp8_names(shape: ModelShape, *, drafter: bool = True) -> frozenset[st
     if shape.moe is not None and (shape.moe.ffn % FP8_BLOCK or shape.hidden % FP8_BLOCK):
         accepted = {module for module in accepted if not _EXPERT_MODULE.fullmatch(module)}
     names = frozenset(f"{module}.weight" for module in accepted)
-    return names if drafter else frozenset(name for name in names if section_of(name, shape) == "target")
+    return names if mtp else frozenset(name for name in names if section_of(name, shape) == "target")
 
 
 def fp8_config(shape: ModelShape, quantized: Iterable[str], other_modules: Iterable[str] = ()) -> dict[str, object]:

@@ -90,7 +90,7 @@ class Call:
         )
 
     def partial_dtype(self, hidden: Tensor) -> torch.dtype:
-        """Dtype of this rank's part of the hidden gradient: fp32 if it is summed over ranks, else the dtype of hidden."""
+        """Dtype of this rank's part of the hidden gradient: fp32 (fp64 from fp64) if it is summed over ranks, else the dtype of hidden."""
         return hidden.dtype if self.shard.world == 1 or hidden.dtype == torch.float64 else torch.float32
 
     def reduce_hidden_grad(self, local: Tensor, dtype: torch.dtype) -> Tensor:
@@ -292,7 +292,7 @@ class PrecomputedGrads:
         """The gradients of the states and the weight for `upstream`. Call it in a backward pass.
 
         If `upstream` differs from `expected`, rescales them, or raises ValueError if `expected` is 0. Gradients in `main_grad` cannot be
-        rescaled; then the backward pass raises the ValueError at its end, because reading `upstream` here would leave the device idle
+        rescaled, so any difference raises ValueError, at the end of the backward pass: reading `upstream` here would leave the device idle
         while the rest of the pass is launched.
         """
         if self.weight.shared:

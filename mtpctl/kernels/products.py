@@ -35,7 +35,11 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def hidden_grad(total: Tensor | None, logit_grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """logit_grad [n, c] x weight [c, H] -> [n, H] in `dtype` (on CUDA fp32 if c is unaligned), or added to `total`, fp32 (fp64)."""
+    """logit_grad [n, c] x weight [c, H] -> [n, H].
+
+    With `total`, fp32 (fp64 from fp64), adds to it in place and returns it. Else returns a new tensor in `dtype`, or in fp32 on CUDA if
+    c exceeds `ALIGNED_COLUMNS` and is not a multiple of it.
+    """
     if not _uses_mixed_product(weight):
         if total is None:
             return (_to_fp32(logit_grad) @ _to_fp32(weight)).to(dtype)
@@ -98,7 +102,7 @@ def take_stale(buffer: Tensor) -> bool:
 def add_to_buffer(weight: Tensor, grad: Tensor) -> Tensor | None:
     """Add an fp32 gradient to the weight's buffer and return None, or return it in the weight's dtype if the weight has no buffer.
 
-    The buffer must not be marked stale. Autograd would round the gradient and call a hook, which takes the host longer.
+    The buffer must not be marked stale. Bypassing autograd avoids rounding the gradient, and saves the host the time of a hook.
     """
     if not is_buffered(weight):
         return grad.to(weight.dtype)

@@ -34,7 +34,7 @@ class LogprobsRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     token_ids: list[TokenId] | list[list[TokenId]] | None = Field(None, description="One sequence, or several.")
-    text: str | list[str] | None = Field(None, description="The same as text.")
+    text: str | list[str] | None = Field(None, description="Text to encode and score: one, or several.")
     prompt_length: TokenId | list[TokenId] = Field(1, description="Tokens before the scored ones, for all sequences or for each.")
     mask: list[MaskBit] | list[list[MaskBit]] | None = Field(None, description="1 or 0 per scored token; 0: null in the response.")
     temperature: float = Field(1.0, gt=0, description="Temperature of the distribution.")
@@ -63,7 +63,7 @@ class DepthScores(BaseModel):
 
 
 class SequenceScores(BaseModel):
-    """Scores of one sequence, for its tokens from `prompt_length` on; null outside the mask."""
+    """Scores of one sequence, for its tokens from `prompt_length` on. Outside the mask, values are null, and `top_logprobs` are empty."""
 
     index: int
     version: int = Field(description="The weight version.")

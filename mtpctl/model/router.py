@@ -181,8 +181,8 @@ class Router(TopKRouter):
     def _balance_loss_sum(self, logits: Tensor, load: Tensor, is_real: Tensor | None) -> Tensor:
         """The balance loss E Σ f P of the microbatch (Switch, arXiv 2101.03961, equation 4), times this rank's number of tokens.
 
-        f is the fraction of all (token, expert) pairs routed to an expert, P its mean score over the rank's tokens (times their number: the
-        sum of its scores). Only P has a gradient.
+        f is the fraction of all (token, expert) pairs that are routed to an expert, P the expert's mean score over the rank's tokens. P
+        times the number of tokens is the sum of the scores. Only P has a gradient.
         """
         if self.score_function == "softmax":
             scores = logits.softmax(-1, dtype=torch.float32)

@@ -186,7 +186,7 @@ def sent_in_fp8(recipe: Recipe, shape: ModelShape) -> frozenset[str]:
     """The matrices that a weight sync sends to the engines in FP8."""
     rollout = recipe.rollout
     drafter = rollout.drafter_quantization == "fp8" and recipe.mtp.mode != "off"
-    return select_fp8_names(shape, drafter=drafter) if rollout.quantization == "fp8" else frozenset()
+    return select_fp8_names(shape, mtp=drafter) if rollout.quantization == "fp8" else frozenset()
 
 
 def sends_unquantized_too(recipe: Recipe) -> bool:

@@ -104,6 +104,11 @@ def check_answers(recipe: Recipe) -> Complaints:
     data, function, environment = recipe.data, _compared_function(recipe.reward), recipe.rollout.environment
     if function == FROM_ENVIRONMENT and environment == "single" and not recipe.rollout.uses_agents and "rl" in recipe.train.stages:
         yield "reward.function: environment uses reward() of rollout.environment, but single has none; name an environment with reward()"
+    if recipe.rollout.verifiers and recipe.rollout.environment_eval_args and (data.path is not None or data.task is not None):
+        yield (
+            "rollout.environment_eval_args: apply to held-out tasks of the environment itself, but the problems are those of data; "
+            "leave them out, or set data.path and data.task to null"
+        )
     if recipe.rollout.verifiers is not None and data.path is None and data.task is None:
         if function in ANSWER_REWARDS and "rl" in recipe.train.stages:
             yield (

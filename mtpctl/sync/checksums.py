@@ -94,6 +94,8 @@ def combine_sums(parts: Iterable[PartialSums]) -> str:
     first = next(iter(part_by_columns.values()))
     end = 0
     for start, stop in sorted(part_by_columns):
+        if start < end:
+            return f"columns {start} to {end} of {first.columns} are in several parts"
         if start != end:
             return f"columns {end} to {start} of {first.columns} are on no rank"
         end = stop

@@ -346,7 +346,7 @@ class Sender(Packer):
 
 
 class StoreWorker:
-    """Writes one version at a time from `copy` to the store, in threads that pause while the next version is sent."""
+    """Writes one version at a time from `copy` to the store, in threads that write slowly while the next version is sent."""
 
     def __init__(self, store: VersionStore, *, pinned: bool) -> None:
         self.store = store

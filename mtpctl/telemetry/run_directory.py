@@ -14,6 +14,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -39,6 +40,7 @@ PRIVATE_MODE = 0o600
 """File mode of recipes, which may contain names of data, hosts and people."""
 START_OVER_FILE = ".begun"
 """File in the new directory of a run that was started over. It contains the name that the old directory was renamed to."""
+_EARLIER_RECIPE = re.compile(r"recipe\.(\d+)\.yaml")
 _FOLDERS = ("checkpoints", "logs", "tensorboard")
 _LOCK_ATTEMPTS, _LOCK_RETRY_S = 3, 0.05
 _MIN_FREE_BYTES = 64 << 20
@@ -141,9 +143,12 @@ class RunDirectory:
         with _writing(self.path):
             if self.recipe.exists() and (earlier := self.recipe.read_text(errors="replace")) != recipe_text:
                 changes = _changes(earlier, recipe_text)
-                write_atomically(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier, mode=PRIVATE_MODE)
+                numbers = [int(match[1]) for file in self.logs.iterdir() if (match := _EARLIER_RECIPE.fullmatch(file.name))]
+                write_atomically(self.logs / f"recipe.{max(numbers, default=0) + 1}.yaml", earlier, mode=PRIVATE_MODE)
             write_atomically(self.recipe, recipe_text, mode=PRIVATE_MODE)
             write_atomically(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
+            # The run owns the folder, so that it can remove the requests of other users, such as root.
+            self.requests.mkdir(exist_ok=True)
             for file in _request_files(self, "*"):
                 file.unlink(missing_ok=True)
         return changes
@@ -202,7 +207,12 @@ def _create_directory(path: Path, recipe_text: str) -> None:
         for folder in _FOLDERS:
             (temporary / folder).mkdir()
         write_atomically(temporary / RECIPE, recipe_text, mode=PRIVATE_MODE)
-        temporary.rename(path)
+        try:
+            temporary.rename(path)
+        except OSError:
+            if not path.exists():
+                raise
+            shutil.rmtree(temporary)  # another process has created the directory
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -115,3 +115,10 @@ def test_store_that_stops_responding_is_named_in_the_error() -> None:
         server.stop()
         with pytest.raises(StoreFailed, match=rf"cannot write s3://{BUCKET}/run/text: Could not connect to the endpoint URL"):
             store.write("text", b"two")
+
+
+def test_package_that_a_module_of_fsspec_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "paramiko", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "sftp", raising=False)
+    with pytest.raises(PrerequisiteMissing, match=r'sftp:// cannot be used: .*"paramiko".*; install it, or set another sync\.transport$'):
+        ObjectStore("sftp://host/run", remote.URL_FIELD)

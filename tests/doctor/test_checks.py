@@ -163,7 +163,9 @@ def test_family_that_vllm_cannot_import_is_named_with_the_fix(examined: Any) -> 
     )
 
 
-@pytest.mark.parametrize(("version", "state"), [("0.6.0", "installed"), ("0.5.0", "not installed"), (None, "not installed")])
+@pytest.mark.parametrize(
+    ("version", "state"), [("0.6.0", "installed"), ("0.5.0", "0.5.0 is installed, ==0.6.0 is needed"), (None, "not installed")]
+)
 def test_optional_package_is_reported_with_its_purpose(version: str | None, state: str) -> None:
     lines = ["torch==2.13.0", "flash-linear-attention==0.6.0; extra == 'gpu'"]
     versions = {"torch": "2.13.0", "flash-linear-attention": version}

@@ -198,6 +198,8 @@ def test_held_out_tasks_follow_the_recipe() -> None:
     assert load_held_out(DataConfig(), 0, EvaluationConfig(), other).evaluation == problem_sets(other).evaluation
     first = first_problems(DataConfig(), 0, EvaluationConfig(), 3, other)
     assert [len(first[role]) for role in ("train", "eval")] == [3, 3]
+    first = first_problems(DataConfig.model_validate({"taskset": {"eval_size": 5}}), 0, EvaluationConfig(), 2, plain)
+    assert [len(first[role]) for role in ("train", "eval")] == [2, 2]
     with pytest.raises(UserError, match=r"data\.taskset\.eval_size: 8 would hold out all 8 tasks"):
         problem_sets(plain, eval_size=8)
 
@@ -275,8 +277,9 @@ def test_finished_episode_leaves_no_http_client() -> None:
     assert sum(isinstance(each, EvalClient) for each in gc.get_objects()) <= 1
 
 
-def test_rows_of_a_file_are_tasks_too() -> None:
-    row = Problem("rows.jsonl:1", "last letter of mango:", "o", fields={"name": "mango"})
+@pytest.mark.parametrize("prompt_id", ["rows.jsonl:1", "math/train/rows.jsonl:1", "owner/name/eval/train:1"])
+def test_rows_of_a_file_are_tasks_too(prompt_id: str) -> None:
+    row = Problem(prompt_id, "last letter of mango:", "o", fields={"name": "mango"})
     assert episodes(rollout_of("last_letter"), row, lambda before, call: "o")[0].outcome["reward"] == 1.25
 
 

@@ -107,7 +107,7 @@ class Model:
         self.store = VersionStore(root / "store")
 
     def options(self, *, drafter: bool = True, quantized: bool = True) -> Any:
-        names = select_fp8_names(self.shape, drafter=drafter) if quantized else frozenset()
+        names = select_fp8_names(self.shape, mtp=drafter) if quantized else frozenset()
         return {"bucket_bytes": 1 << 16, "section_of": lambda name: section_of(name, self.shape), "quantized": names}
 
     def publisher(self, *, delta: bool = False, **options: bool) -> Publisher:

@@ -156,8 +156,8 @@ def test_tp_ranks_that_split_fp8_blocks_are_reported(fields: dict[str, Any], tp:
 
 def test_drafter_can_be_excluded_from_quantization() -> None:
     shape = shape_of(MIMO_7B)
-    assert select_fp8_names(shape) - select_fp8_names(shape, drafter=False) == {
+    assert select_fp8_names(shape) - select_fp8_names(shape, mtp=False) == {
         name for name in select_fp8_names(shape) if ".mtp_layers." in name
     }
-    modules = list_unquantized_modules(shape, quantized=select_fp8_names(shape, drafter=False))
+    modules = list_unquantized_modules(shape, quantized=select_fp8_names(shape, mtp=False))
     assert {"model.mtp_layers.0.mlp.gate_proj", "model.layers.2.mlp.gate_proj"} <= set(modules)

@@ -328,7 +328,7 @@ def test_fp8_weights_take_one_byte_and_their_share_of_scales() -> None:
     fp8 = ["rollout.quantization=fp8", "rollout.kv_cache_bytes=10000000000"]
     sizes = tensor_shapes(MIMO)
     for drafter in ("fp8", "none"):
-        quantized = sum(prod(sizes[name]) for name in select_fp8_names(MIMO, drafter=drafter == "fp8"))
+        quantized = sum(prod(sizes[name]) for name in select_fp8_names(MIMO, mtp=drafter == "fp8"))
         memory = engine_memory(recipe(*fp8, f"rollout.speculation.quantization={drafter}"), MIMO)
         plain = engine_memory(recipe(fp8[1]), MIMO)
         assert plain.weights - memory.weights == quantized - quantized * 4 // 128**2

@@ -841,6 +841,10 @@ def test_verifiers_environment_provides_problems_and_rewards() -> None:
             ["rollout.environment_eval_args={taskset: {split: test}}"],
             "rollout.environment_eval_args: applies only to a verifiers environment",
         ),
+        (
+            ["rollout.environment='verifiers:letters'", "rollout.environment_eval_args={taskset: {split: test}}"],
+            "rollout.environment_eval_args: apply to held-out tasks of the environment itself, but the problems are those of data",
+        ),
         (["data.taskset={train_size: 8}"], "data.taskset: applies to rollout.environment: verifiers:NAME without data.path"),
     ],
 )

@@ -155,7 +155,7 @@ def test_folder_to_which_the_run_adds_mtp_layers_is_accepted(tmp_path: Path) -> 
     created = recipe(*FP8[-2:], "model={path: " + str(folder) + ", drafter: {kind: mtp}}", "train.stages=[draft, rl]")
     assert not [line for line in list_complaints(created) if "FP8" in line or "fp8" in line]
     shape = shape_of(hf_config(created.model) or {})
-    assert sent_in_fp8(created, shape) == select_fp8_names(shape) != select_fp8_names(shape, drafter=False)
+    assert sent_in_fp8(created, shape) == select_fp8_names(shape) != select_fp8_names(shape, mtp=False)
 
 
 @pytest.mark.parametrize("stages", ["[sft]", "[rl]"])
@@ -177,7 +177,7 @@ def test_folder_without_its_mtp_layers_is_accepted_if_mtp_is_off(tmp_path: Path)
     assert not [line for line in list_complaints(created) if "FP8" in line or "fp8" in line]
     shape = shape_of(read_config(folder))
     names = find_quantized_names(folder, drafter=True)
-    assert names == sent_in_fp8(created, shape) == select_fp8_names(shape, drafter=False) and names <= stored.keys()
+    assert names == sent_in_fp8(created, shape) == select_fp8_names(shape, mtp=False) and names <= stored.keys()
     plan = plan_quantization(created, shape)
     assert plan is not None and plan.matrices == len(names)
 
@@ -188,7 +188,7 @@ def test_plan_counts_the_sections_that_are_synced() -> None:
     both = plan_quantization(created, shape)
     trunk = plan_quantization(created.model_copy(update={"mtp": created.mtp.model_copy(update={"mode": "off"})}), shape)
     assert both is not None and trunk is not None
-    assert both.matrices == len(select_fp8_names(shape)) and trunk.matrices == len(select_fp8_names(shape, drafter=False))
+    assert both.matrices == len(select_fp8_names(shape)) and trunk.matrices == len(select_fp8_names(shape, mtp=False))
     draft = sum(spec.nbytes for spec in wire_tensors(shape, "draft", "bfloat16"))
     assert draft and both.bytes_to_logprob - trunk.bytes_to_logprob == draft
 

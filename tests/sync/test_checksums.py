@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtpctl.sync.checksums import checksum, partial_sums
+from mtpctl.sync.checksums import checksum, combine_sums, partial_sums
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
@@ -48,3 +48,9 @@ def test_sums_equal_their_formula(dtype: torch.dtype, rows: int, columns: int) -
     result = partial_sums(part, matrix.numel(), columns, 2)
     assert (result.plain, result.weighted) == (int(words.sum()), int((words * places).sum()))
     assert torch.equal(matrix, before)
+
+
+def test_parts_that_overlap_have_no_checksum() -> None:
+    tensor = torch.arange(6.0)[None]
+    parts = [partial_sums(tensor[:, start:stop], 6, 6, start) for start, stop in ((0, 4), (2, 6))]
+    assert combine_sums(parts) == "columns 2 to 4 of 6 are in several parts"

@@ -38,6 +38,10 @@ def test_resuming_keeps_everything_and_the_earlier_recipe(tmp_path: Path) -> Non
     assert run.metrics.read_text() == "kept\n"
     assert run.recipe.read_text() == "steps: 3\n"
     assert [p.read_text() for p in sorted(run.logs.iterdir())] == ["steps: 1\n", "steps: 2\n"]
+    (run.logs / "recipe.1.yaml").unlink()
+    with RunDirectory.create(tmp_path / "run", "steps: 4\n") as run:
+        run.record("steps: 4\n")
+    assert {p.name: p.read_text() for p in run.logs.iterdir()} == {"recipe.2.yaml": "steps: 2\n", "recipe.3.yaml": "steps: 3\n"}
 
 
 def test_existing_empty_directory_is_used(tmp_path: Path) -> None:
@@ -195,3 +199,25 @@ def test_earlier_and_invalid_requests_are_removed(run: RunDirectory) -> None:
         (run.requests / f"{name}.json").write_text(text)
     assert [request.replicas for request in pop_requests(run)] == [2]
     assert not list(run.requests.iterdir())
+
+
+def test_directory_that_another_start_creates_at_the_same_time_is_locked_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    upstream, others = Path.rename, list[RunDirectory]()
+
+    def create_first(self: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", upstream)
+        others.append(RunDirectory.create(target, "a: 1\n"))
+        return upstream(self, target)
+
+    monkeypatch.setattr(Path, "rename", create_first)
+    with pytest.raises(UserError, match="another run is writing"):
+        RunDirectory.create(tmp_path / "run", "a: 1\n")
+    others[0].close()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_run_owns_the_folder_of_requests(tmp_path: Path) -> None:
+    """Otherwise it could not remove the requests of another user."""
+    with RunDirectory.create(tmp_path / "run", "a: 1\n") as run:
+        run.record("a: 1\n")
+        assert run.requests.is_dir()

@@ -45,7 +45,7 @@ _ROUNDED = 0.01
 MAX_CHARACTERS = 20_000
 """Maximum number of characters to search, from the end of a response. Earlier reasoning does not state the final answer."""
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{])(\S+?)(?=[\s$.,;]|$))")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{])(\S+?)(?=[\s$]|[.,;](?!\d)|$))")
 _BLANK = re.compile(r"[\s$]|\\[()\[\], ]|\\q?quad(?![A-Za-z])")
 _WORD_JOIN = re.compile(r"(?:[A-Za-z]+\s+)?(?:,\s*)?(?:and|or)|,|;|\\text\s*\{[^{}]*(?:\b(?:and|or)\b|,)\s*\}")
 _NAMED = re.compile(r"[A-Za-z](?:_(?:\{\w+\}|\w))?\s*=\s*$")
@@ -88,7 +88,7 @@ _SCALE_WORD = re.compile(
 
 
 def score(response: str, problem: Answered, sample: Sample, seconds: float = 5.0) -> float:
-    """1.0 if the answer stated in the response equals the row's; 0.0 otherwise, or after `seconds` of CPU time."""
+    """1.0 if the answer stated in the response equals the row's, else 0.0. `seconds`: limit on the CPU time of a parse or comparison."""
     return float(_is_correct(response, problem.answer, seconds))
 
 
@@ -139,8 +139,11 @@ def _parse_response(response: str) -> tuple[Value, ...]:
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutException if the block uses more than `seconds` of CPU time, or `_WALL_CLOCK_FACTOR` times that of wall-clock time."""
 
+    is_active = True
+
     def raise_timeout(*_: object) -> None:
-        raise TimeoutException
+        if is_active:
+            raise TimeoutException
 
     limits = ((signal.ITIMER_PROF, signal.SIGPROF, seconds), (signal.ITIMER_REAL, signal.SIGALRM, _WALL_CLOCK_FACTOR * seconds))
     handlers = [signal.signal(number, raise_timeout) for _, number, _ in limits]
@@ -149,8 +152,10 @@ def _time_limit(seconds: float) -> Iterator[None]:
             signal.setitimer(timer, limit)
         yield
     finally:
-        for (timer, number, _), handler in zip(limits, handlers, strict=True):
+        is_active = False  # A timer that fires from here on has no effect.
+        for timer, _, _ in limits:
             signal.setitimer(timer, 0.0)
+        for (_, number, _), handler in zip(limits, handlers, strict=True):
             signal.signal(number, handler)
 
 
@@ -268,7 +273,7 @@ def _equal_numbers(gold: Value, answer: Value) -> bool:
         if gold.source == answer.source:
             return True
         if expected is not None and expected.value is not None:
-            return False  # an unevaluated function of numbers, or not a number
+            return False  # the answer is not a number, or is a function that was not evaluated
         return _verify_symbolically(gold.source, answer.source)
     if expected.evaluated and not number.evaluated:
         return _strip_markup(gold.source) == _strip_markup(answer.source)
@@ -313,8 +318,10 @@ def answer_texts(text: str) -> Iterator[str]:
     line = re.split(r"(?<=[.!?])\s+(?=[A-Z])", stripped.rpartition("\n")[2])[-1]
     if (match := _COPULA.match(line)) is not None:
         yield _sentence(line, match.start("rest"))
-    bare = (stripped[:1] in "$\\" and stripped.rstrip(".")[-1:] in "$)]}") or not re.search(r"\$[^$]+\$|\\[(\[]", stripped)
-    if "\n" not in stripped and len(stripped) <= 200 and bare and not _CALCULATION.search(stripped):
+    is_one_formula_or_plain = (stripped[:1] in "$\\" and stripped.rstrip(".")[-1:] in "$)]}") or not re.search(
+        r"\$[^$]+\$|\\[(\[]", stripped
+    )
+    if "\n" not in stripped and len(stripped) <= 200 and is_one_formula_or_plain and not _CALCULATION.search(stripped):
         yield stripped
     if (last := _last_values(text)) is not None:
         yield last
@@ -376,6 +383,8 @@ def _sentence(text: str, start: int) -> str:
     """The text from `start` to the end of its sentence; a displayed formula is not cut."""
     for opening, closing in (("$$", "$$"), (r"\[", r"\]"), (r"\(", r"\)"), ("$", "$")):
         if text.startswith(opening, start) and (end := text.find(closing, start + len(opening))) > 0:
+            if opening == "$" and _SENTENCE_END.search(text, start, end):
+                break  # amounts of dollars: the answer is $5. He has $3 left
             rest = _SENTENCE_END.search(text, end + len(closing))
             return text[start : rest.start() if rest else len(text)]
     stop = _SENTENCE_END.search(text, start)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mtpctl.cluster.process import gc_paused_for_imports
 from mtpctl.compat.transformers import import_transformers
-from mtpctl.errors import PrerequisiteMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, RuntimeFailure, UserError
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.numerics import check_gpu
 from mtpctl.rollout.engine import Engine, GenerationChunk, speculation_from_histogram
@@ -119,6 +119,8 @@ class VllmEngine(Engine):
         if output is None:
             raise self._mark_failed(RuntimeError(f"request {request_id} ended without an output"))
         if output.outputs[0].finish_reason == "error":
+            if sampling_params.structured_outputs is None:
+                raise RuntimeFailure(f"vLLM ended request {request_id} with an error; see the log of the engine")
             raise UserError("response_format: vLLM cannot compile it; send a simpler schema or grammar")
         num_cached_tokens = output.num_cached_tokens if self._llm.vllm_config.cache_config.enable_prefix_caching else None
         return _chunk(output.outputs[0], self._settings.routes, num_cached_tokens, keeps_kv=self._settings.keep_kv)
@@ -247,7 +249,7 @@ def check_verification(worker_rules: list[object]) -> None:
     """
     if any(rule != "block" for rule in worker_rules):
         raise UserError(
-            "rollout.speculation.verification: vLLM ignores block here and verifies token by token, because it uses its first model runner "
+            "rollout.speculation.verification: vLLM ignores block here and verifies token by token, because it uses its V1 model runner "
             "(on a CPU, or with VLLM_USE_V2_MODEL_RUNNER=0); set token, or unset the variable on a GPU"
         )
 

@@ -43,7 +43,7 @@ def find_quantized_names(folder: Path, *, drafter: bool) -> frozenset[str]:
     if config.get("quantization_config"):
         raise UserError(f"{folder}: {QUANTIZED_FOLDER}")
     shape, stored_names = shape_of(config), tensor_names(folder)
-    names = select_fp8_names(shape, drafter=drafter and any(section_of(name, shape) == "draft" for name in stored_names))
+    names = select_fp8_names(shape, mtp=drafter and any(section_of(name, shape) == "draft" for name in stored_names))
     if not names:
         raise UserError(f"rollout.quantization: no matrix of {folder} fits blocks of 128 x 128; set rollout.quantization: none")
     if (reason := missing_matrix(folder, stored_names, names)) is not None:

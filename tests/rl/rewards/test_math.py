@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 
 import pytest
 
@@ -57,6 +59,10 @@ def test_several_values_are_compared_as_a_whole(answer: str, parts: list[str], s
             "5",
             [
                 r"\boxed {5}",
+                "The answer is $5. He has $3 left.",
+                "He had $8 and paid $3. The answer is $5.",
+                "The answer is $x = 5$.",
+                r"\boxed 5. That is all.",
                 r"$\boxed 5$",
                 r"\fbox{5}",
                 r"\boxed{\boxed{5}}",
@@ -385,3 +391,26 @@ def test_answers_that_cannot_be_parsed_score_zero() -> None:
     for response in [*hostile, digits, "$" * 9999, rf"\boxed{{{digits}}}", r"\boxed{10^{10^{10^{10}}}}", "\u221e", r"\boxed{\left(}"]:
         assert reward(response, "3", seconds=1.0) == 0.0, response[:40]
     assert reward(r"\boxed{3}", "(" * 1000) == 0.0
+
+
+@pytest.mark.parametrize(("response", "answer"), [(r"\boxed 3.5", "3.5"), (r"\boxed 1,234", "1234"), (r"$\boxed 0.25$.", "1/4")])
+def test_box_without_braces_ends_after_its_number(response: str, answer: str) -> None:
+    assert (reward(response, answer), reward(response, answer[0])) == (1.0, 0.0)
+
+
+def test_timer_that_fires_at_the_end_of_its_block_has_no_effect() -> None:
+    """The handlers stay installed until both timers are disarmed."""
+    before = signal.getsignal(signal.SIGALRM)
+    upstream, fired = signal.setitimer, []
+
+    def fire(timer: int, seconds: float) -> object:
+        if not seconds:
+            fired.append(timer)
+            os.kill(os.getpid(), signal.SIGALRM)
+        return upstream(timer, seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signal, "setitimer", fire)
+        with math._time_limit(5.0):
+            pass
+    assert len(fired) == 2 and signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL)[0] == 0

@@ -96,7 +96,7 @@ def test_drafter_alone_stays_unquantized(model: Model, run: Loop) -> None:
         pytest.skip("one drafter is enough")
     engine = start(run, model.root / "hf", model.case, quantization="fp8", speculation={"num_tokens": 1, "quantization": "none"})
     live = parameters(engine)
-    names = select_fp8_names(model.shape, drafter=False)
+    names = select_fp8_names(model.shape, mtp=False)
     manifest = model.publish(model.publisher(drafter=False), 4)
     verified = run(engine.update(manifest, verify=True)).verified
     with pytest.raises(PlanMismatch, match="is sent as float8_e4m3fn, but the engine stores"):

@@ -133,7 +133,7 @@ def install_gemm() -> None:
         if layer.get_parameter("weight").ndim == 2:
             layer.__dict__["cpu_linear"] = torch.nn.functional.linear
         elif getattr(layer, "bias", None) is None:
-            # Experts (see `install_packed`), and convolutions of gated delta nets, for which vLLM keeps the loaded layout.
+            # Experts (see `install_packed`), and convolutions of gated delta nets, of which vLLM keeps an unpacked copy.
             upstream(layer, remove_weight)
         # Mamba-2's convolution (which has a bias) uses a view of the loaded weight. Packing would replace the weight that updates write to.
 
@@ -178,7 +178,7 @@ def save_loaded_weights(experts: CPUUnquantizedExperts, layer: nn.Module) -> Non
 def check_quantization(config: QuantizationConfig | None, model: nn.Module, dtypes: Collection[str]) -> None:
     """Raise PlanMismatch if a model of this quantization cannot take tensors of these dtypes.
 
-    Of quantized weights, only FP8 in blocks of 128 x 128, the format of folders, can be updated in place.
+    Of quantized weights, only FP8 in blocks of 128 x 128, the format of Hugging Face folders, can be updated in place.
     """
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
@@ -205,8 +205,8 @@ def find_packed_fp8(model: nn.Module) -> str | None:
         if (linear := getattr(method, "fp8_linear", None)) is not None:
             layer_kind, kernel, engine_option = "matrices", type(linear).__name__, "linear_backend"
             is_updatable = kernel in UPDATABLE_KERNELS
-        elif (experts := getattr(method, "fp8_backend", None)) is not None:
-            layer_kind, kernel, engine_option = "layers with experts", experts.name, "moe_backend"
+        elif (backend := getattr(method, "fp8_backend", None)) is not None:
+            layer_kind, kernel, engine_option = "layers with experts", backend.name, "moe_backend"
             is_updatable = kernel in UPDATABLE_EXPERTS
         else:
             continue
