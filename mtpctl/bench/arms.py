@@ -19,6 +19,7 @@ from typing import IO, Literal
 
 from mtpctl.controller.state import read_ended_stages
 from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.jobs.targets import StartWeights
 from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.loading import dump_resolved, flatten, load_recipe
@@ -67,7 +68,7 @@ def select_arms(arms: Sequence[Arm], texts: Sequence[str] | None, *, custom: boo
             names.append(text)
             continue
         if not re.fullmatch(r"[\w.-]*\w", name) or name in {arm.name for arm in (*arms, *custom_arms)} | {WARM_START}:
-            raise UserError(f"--arm {text!r}: {name!r} cannot name a custom arm; use an unused name of letters, digits, - and _")
+            raise UserError(f"--arm {text!r}: {name!r} cannot name a custom arm; use an unused name of letters, digits, ., - and _")
         try:
             sets = tuple(shlex.split(definition))
         except ValueError as error:
@@ -135,8 +136,8 @@ class Experiment:
             warm_start_sets = self._warm_start(seed, report)
             recipes = [self.load(f"{arm.name}-{seed}", seed, [*arm.sets, *warm_start_sets]) for arm in arms]
             for recipe in recipes:
-                if _has_ended(recipe):
-                    _check_recipe(recipe)
+                # An unfinished run resumes, also to a larger number of updates.
+                _check_recipe(recipe, ignored_keys=() if _has_ended(recipe) else {("train", "rl", "steps")})
             for batch in [range(len(arms))] if concurrent else [[index] for index in range(len(arms))]:
                 report(f"seed {seed}: " + ", ".join(arms[index].name for index in batch))
                 _train_all([recipes[index] for index in batch])
@@ -153,7 +154,7 @@ class Experiment:
         for seed in sorted(self._find_seeds(arms)) if seeds is None else seeds:
             for arm in arms:
                 run = RunDirectory(self.out / f"{arm.name}-{seed}")
-                if not run.recipe.exists():
+                if not run.versions.exists():  # The run has not passed its checks.
                     continue
                 outcome = _load_outcome(arm, seed, load_recipe(str(run.recipe)).recipe, run.path)
                 report(
@@ -171,22 +172,31 @@ class Experiment:
         return {int(ending) for ending in endings if ending.isdecimal()}
 
     def _warm_start(self, seed: int, report: Report) -> list[str]:
-        """Run the supervised stage, unless `out` has its result. Returns the `--set` texts with which a run starts from that result."""
+        """Run the stages before RL, unless `out` has their result. Returns the `--set` texts with which a run starts from that result."""
         run = f"{WARM_START}-{seed}"
         recipe = self.load(run, seed)
-        if "sft" not in recipe.train.stages:
+        stages = recipe.train.stages[: recipe.train.stages.index("rl")]
+        if not stages:
             return []
         folder = self.out / f"{run}.hf"
-        train = recipe.train.model_copy(update={"stages": ["sft"], "keep_checkpoints": max(1, recipe.train.keep_checkpoints)})
-        sft_recipe = recipe.model_copy(update={"train": train})
-        if folder.exists() or _has_ended(sft_recipe):
-            _check_recipe(sft_recipe, folder, ignored_keys=KEYS_IRRELEVANT_TO_SFT)
+        train = recipe.train.model_copy(update={"stages": stages, "keep_checkpoints": max(1, recipe.train.keep_checkpoints)})
+        start_recipe = recipe.model_copy(update={"train": train})
+        _check_recipe(start_recipe, folder, ignored_keys=KEYS_IRRELEVANT_TO_SFT)
         if not folder.exists():
-            report(f"seed {seed}: supervised warm start")
-            _train_all([sft_recipe])
-            with recipe.run_path.with_suffix(".log").open("ab") as log:
-                _wait_for([(recipe.run_path, _start_command(["convert-hf", str(recipe.run_path), str(folder)], log))])
-        return ["model.config=null", "model.init=weights", f"model.path={folder}", "train.stages=[rl]"]
+            report(f"seed {seed}: warm start ({', '.join(stages)})")
+            _train_all([start_recipe])
+            command = ["convert-hf", str(recipe.run_path), str(folder), *(["--merge"] if recipe.train.lora else [])]
+            with _log_of(recipe.run_path).open("ab") as log:
+                _wait_for([(recipe.run_path, _start_command(command, log))])
+        return [*StartWeights(run, str(folder)).sets(), "train.stages=[rl]"]
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_ABSENT = _Absent()
 
 
 def format_updates(updates: int, requested: int) -> str:
@@ -215,9 +225,9 @@ def _train_all(recipes: Sequence[Recipe]) -> None:
         path = recipe.run_path
         if _has_ended(recipe):
             continue
-        file = path.with_suffix(".yaml")
+        file = path.with_name(f"{path.name}.yaml")
         file.write_text(dump_resolved(recipe))
-        with path.with_suffix(".log").open("ab") as log:
+        with _log_of(path).open("ab") as log:
             running.append((path, _start_command(["train", str(file), "--plain"], log)))
     _wait_for(running)
 
@@ -239,8 +249,10 @@ def _check_recipe(recipe: Recipe, *derived: Path, ignored_keys: Collection[tuple
     if not file.exists():
         return
     existing_settings, requested_settings = (_flatten_settings(config) for config in (load_recipe(str(file)).recipe, recipe))
-    for key, value in requested_settings.items():
-        if (existing := existing_settings.get(key)) != value and not any(key[:depth] in ignored_keys for depth in (1, 2)):
+    # A key may be in one of them only: an optional section is either one key with the value None, or the keys of its fields.
+    for key in dict.fromkeys([*requested_settings, *existing_settings]):
+        existing, value = (settings.get(key, _ABSENT) for settings in (existing_settings, requested_settings))
+        if existing != value and not any(key[:depth] in ignored_keys for depth in (1, 2, 3)):
             raise UserError(
                 f"--out: {recipe.run_path} has {'.'.join(key)} {existing!r}, but {value!r} is requested; "
                 f"name another --out, or remove {' and '.join(['that run', *map(str, derived)])}"
@@ -251,6 +263,10 @@ def _flatten_settings(recipe: Recipe) -> dict[tuple[str, ...], object]:
     """All values of a recipe by path, except the run directory."""
     values = flatten(recipe.model_dump(mode="json", by_alias=True))
     return {key: value for key, value in values.items() if key != ("run_dir",)} | {("model", "path"): absolute_path(recipe.model.path)}
+
+
+def _log_of(run: Path) -> Path:
+    return run.with_name(f"{run.name}.log")
 
 
 def _start_command(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -269,7 +285,6 @@ def _wait_for(running: Sequence[tuple[Path, subprocess.Popen[bytes]]]) -> None:
         for process in remaining:
             process.wait()
     if failed_runs:
-        lines = failed_runs[0].with_suffix(".log").read_text().strip().splitlines() or ["it printed nothing"]
-        raise RuntimeFailure(
-            f"{failed_runs[0].name}: {lines[-1].removeprefix('error: ')} (full output in {failed_runs[0].with_suffix('.log')})"
-        )
+        log = _log_of(failed_runs[0])
+        lines = log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
+        raise RuntimeFailure(f"{failed_runs[0].name}: {lines[-1].removeprefix('error: ')} (full output in {log})")

@@ -74,7 +74,7 @@ def check_capacity(config: ClusterConfig, *, cpus: float, gpus: float) -> None:
 def _capacity_error(name: str, required: float, available: float, field: str) -> ClusterResources:
     return ClusterResources(
         f"cluster.{field}: the recipe's actors need {required:g} {name}s, but the cluster has {available:g}; "
-        f"use fewer replicas or ranks, or set cluster.{field} to share them"
+        f"use fewer replicas or ranks, or raise cluster.{field} above the machine's, so that actors share them"
     )
 
 
@@ -91,8 +91,8 @@ def check_shared_memory() -> None:
 def _check_reachable(address: str) -> None:
     """Raise PrerequisiteMissing if nothing listens where Ray would connect to, since Ray would retry for minutes.
 
-    For `auto`, Ray looks for a cluster on this machine. It replaces the loopback address by the host's, at which the local cluster of
-    another run does not listen.
+    For `auto`, Ray looks for a cluster on this machine. Ray replaces a loopback address by the host's address, so it cannot reach the local
+    cluster of another run, which listens on loopback only.
     """
     from ray._private.services import canonicalize_bootstrap_address
 
@@ -266,12 +266,13 @@ def _connect(config: ClusterConfig, logs: Path | None, daemons: Daemons | None) 
     import ray
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
+    sessions = None if config.address else str(make_private_sessions())
     with contextlib.nullcontext() if daemons is None else daemons.start_in_sessions():
         try:
             return ray.init(
                 # Without "local", Ray would join the cluster of RAY_ADDRESS or of a `ray start` on this machine.
                 address=config.address or "local",
-                _temp_dir=None if config.address else str(make_private_sessions()),
+                _temp_dir=sessions,
                 num_cpus=None if config.address else config.num_cpus,
                 num_gpus=None if config.address else config.num_gpus,
                 include_dashboard=False,
@@ -282,8 +283,10 @@ def _connect(config: ClusterConfig, logs: Path | None, daemons: Daemons | None) 
                 runtime_env={"env_vars": variables} if (variables := _environment(config, logs)) else None,
             )
         except Exception as error:  # Ray raises plain `Exception` if one of its daemons does not start.
-            problem = f"no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"
-            raise PrerequisiteMissing(f"cluster.address: {problem}: {str(error).splitlines()[0]}") from error
+            problem = (
+                f"cluster.address: no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"
+            )
+            raise PrerequisiteMissing(f"{problem}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
         finally:
             if threading.current_thread() is threading.main_thread():
                 # Ray's handler ends the process immediately, and leaves its daemons running.

@@ -128,7 +128,7 @@ def kernels(folder: Path) -> dict[str, object]:
             row["reason"] = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure).strip() else 'no message'}"
         else:
             row["live"], row["max_abs_error"] = error <= bound, error
-            if error > bound:
+            if not row["live"]:  # also for NaN
                 row["reason"] = f"differs from the reference by {error:.1e}, bound {bound:g}"
         rows.append(row)
     return {"device": device, "auto": _auto_choice(hidden, weight, labels), "implementations": rows}
@@ -147,9 +147,10 @@ def _auto_choice(hidden: Tensor, weight: Tensor, labels: Tensor) -> str:
     log, listener = logging.getLogger("mtpctl.kernels"), Listener()
     log.addHandler(listener)
     log.setLevel(logging.INFO)
-    linear_logprob(hidden, weight, labels)
+    with suppress(Exception):  # Its error is that of the implementation, which was tried before.
+        linear_logprob(hidden, weight, labels)
     log.removeHandler(listener)
-    return messages[-1].removeprefix("linear_logprob: auto runs ")
+    return messages[-1].removeprefix("linear_logprob: auto runs ") if messages else "none"
 
 
 def families(folder: Path) -> dict[str, object]:

@@ -463,10 +463,12 @@ def _extend_fields(fields: Mapping[str, object], context: int, scaling: Mapping[
     """One level of a config with `context` positions. `trained`: the positions that the model was trained with."""
     result = {**fields, "max_position_embeddings": context}
     if scaling is not None:
-        # All scalings except linear need the trained length, which max_position_embeddings no longer states.
-        length = {} if scaling.get("rope_type") == "linear" else {"original_max_position_embeddings": trained}
         field = next((name for name in _ROPE_FIELDS if fields.get(name)), _ROPE_FIELDS[0])
-        result[field] = {**object_field(fields, field), **length, **scaling}
+        earlier = object_field(fields, field)
+        # All scalings except linear need the trained length, which max_position_embeddings no longer states, also not in a config that was
+        # extended before.
+        length = {"original_max_position_embeddings": earlier.get("original_max_position_embeddings", trained)}
+        result[field] = {**earlier, **({} if scaling.get("rope_type") == "linear" else length), **scaling}
     return result
 
 

@@ -66,7 +66,7 @@ def find_weights(recipe: Recipe, from_weights: str | None, scratch: Path, report
     """Find the weights that `from_weights` names: a run (its newest checkpoint), a checkpoint, or a model folder.
 
     Default: the newest checkpoint of the recipe's run, or the recipe's model if there is none. A model or tokenizer that has to be created
-    is written to `scratch`.
+    is written to the run directory for random weights or a checkpoint, otherwise to `scratch`.
     """
     run, checkpoint, version = recipe.run_path.absolute(), None, 0
     if from_weights is not None and (Path(from_weights) / "config.json").is_file():
@@ -91,6 +91,12 @@ def find_weights(recipe: Recipe, from_weights: str | None, scratch: Path, report
     return WeightSource(
         model_folder, tokenizer, end_tokens, recipe.rollout.context or model_folder.shape.max_positions, checkpoint, version
     )
+
+
+def scratch_folder(recipe: Recipe, name: str) -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder: in the run directory, which all hosts share, if the recipe joins a cluster and has a run, else on this host."""
+    is_shared = recipe.cluster.address is not None and recipe.run_path.is_dir()
+    return tempfile.TemporaryDirectory(prefix=f".mtpctl-{name}-", dir=recipe.run_path.absolute() if is_shared else None)
 
 
 def without_rl(recipe: Recipe) -> Recipe:
@@ -222,7 +228,7 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, from_weig
     if not problems.held_out:
         raise UserError("evaluation.sets: the recipe has no held-out problems; name a set, or data.eval_path")
     check_sandbox(recipe)
-    with tempfile.TemporaryDirectory(prefix="mtpctl-eval-") as scratch, contextlib.ExitStack() as stack:
+    with scratch_folder(recipe, "eval") as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
         source = find_weights(recipe, from_weights, folder, report)
         for held_out in problems.held_out.values():

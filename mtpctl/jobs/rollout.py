@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,16 @@ from mtpctl.environments.agents import bind_gateway, open_generator
 from mtpctl.environments.environment import Failures, load_environment_class
 from mtpctl.environments.trial import try_environment
 from mtpctl.errors import UserError
-from mtpctl.jobs.engines import Report, WeightSource, engine_cluster, find_weights, serving, with_local_merged_sync, without_rl
+from mtpctl.jobs.engines import (
+    Report,
+    WeightSource,
+    engine_cluster,
+    find_weights,
+    scratch_folder,
+    serving,
+    with_local_merged_sync,
+    without_rl,
+)
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.recipe.schema import Recipe
@@ -73,7 +81,7 @@ def rollout(
     problems = read_problems(prompts, "--prompts", require_answers=False, columns=recipe.data.columns)
     if out.exists() and out.samefile(prompts):
         raise UserError(f"--out: {out} holds the prompts; name another file")
-    with tempfile.TemporaryDirectory(prefix="mtpctl-rollout-") as scratch, contextlib.ExitStack() as stack:
+    with scratch_folder(recipe, "rollout") as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
         source = find_weights(recipe, from_weights, folder, report)
         report(f"model: {source.name}")
@@ -282,7 +290,7 @@ def serve(recipe: Recipe, out: Path | None, *, host: str, port: int, report: Rep
     validate(without_rl(recipe))
     recipe, listener = with_local_merged_sync(recipe), bind_gateway(recipe.rollout)
     assert listener is not None, "the gateway is on"
-    with contextlib.closing(listener), tempfile.TemporaryDirectory(prefix="mtpctl-serve-") as scratch, contextlib.ExitStack() as stack:
+    with contextlib.closing(listener), scratch_folder(recipe, "serve") as scratch, contextlib.ExitStack() as stack:
         source = find_weights(recipe, from_weights, Path(scratch), report)
         report(f"model: {source.name}")
         file = None if out is None else stack.enter_context(SampleFile.open(out, origin_of(recipe, source), {}))

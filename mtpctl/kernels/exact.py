@@ -64,6 +64,7 @@ def _fixed_point(x: Tensor, bits: int, max_abs: Tensor | None = None) -> tuple[T
     """
     max_abs = _max_abs(x) if max_abs is None else max_abs
     exponent = torch.frexp(max_abs.double()).exponent.long().clamp(min=_MIN_EXPONENT)
+    exponent.masked_fill_(max_abs == 0, _MIN_EXPONENT)  # frexp gives 0, and a step may be a factor of another sum
     return (x * _power_of_two(bits - exponent)).round_(), _power_of_two(exponent - bits)
 
 
@@ -77,7 +78,8 @@ def _blocks(count: int, width: int) -> Iterator[slice]:
 def linear(x: Tensor, weight: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """x [rows, in] · weightᵀ [out, in] → [rows, out], in the dtype of x.
 
-    group: ranks that have equal parts of the inputs. All get the product of the whole rows, which equals the result of a single rank.
+    group: ranks that each hold a slice of the dimension `in`, of equal sizes. All get the product of the whole rows, which equals that of
+    a single rank.
     """
     max_abs = torch.cat([_max_abs(x), _max_abs(weight)])
     if group is not None:

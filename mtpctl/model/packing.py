@@ -68,8 +68,8 @@ class Packing(PackedSeqParams):
     max_seqlen_q, max_seqlen_kv: longest part, in queries and keys.
     starts: int64 [samples + 1], start of each sample, and T.
     tokens: int64 [t], indices of this rank's tokens in the packed sequence.
-    visible_blocks: the blocks whose keys this rank's queries attend to, as (index in `cp_order`, first visible token of the block); empty
-    without CP.
+    visible_blocks: the blocks whose keys this rank's queries attend to, as (index of the block in CP order, first visible token of the
+    block); empty without CP.
     position_ids: of this rank's tokens, restarting at 0 with each sample.
     lengths: queries and keys of each part on this rank. sample_lengths: of all samples. ranks: number of CP ranks.
     padding_tokens: number of padding tokens at the end of the packed sequence.

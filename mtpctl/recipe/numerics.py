@@ -40,7 +40,7 @@ MAX_GPU_TP = 2
 WIDTH_MULTIPLE = 8
 """Half-precision elements in 16 bytes. Every row of a matrix must begin at a multiple of 16 bytes."""
 MAX_QUERY_HEADS = 64
-"""Query heads of a key-value head, which share a tile of attention (`QUERY_ROWS` of `mtpctl.kernels.invariant`)."""
+"""Maximum number of query heads per key-value head. They share a tile of attention (`QUERY_ROWS` of `mtpctl.kernels.invariant`)."""
 BITWISE_ENGINE_ARGS = (
     "block_size",
     "disable_log_stats",

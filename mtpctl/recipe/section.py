@@ -60,7 +60,7 @@ class ParallelConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Total number of ranks. Expert parallelism adds none: it spreads experts over a stage's tp, cp and dp ranks."""
+        """Total number of ranks. Expert parallelism adds none: experts are distributed over the ranks of a stage."""
         return self.tp * self.pp * self.cp * self.dp
 
     def dp_rank(self, rank: int) -> int:

@@ -186,8 +186,8 @@ class MegatronEngine:
     ) -> dict[str, float]:
         """Run one optimizer step on these sequences. Returns metrics.
 
-        microbatches: if `sequences` are only this dp rank's share, their indices by microbatch, with the same number of microbatches on
-        every dp rank. Sequences in no microbatch are not trained on. None: every rank passes all sequences.
+        microbatches: if `sequences` are only this dp rank's share, their indices by microbatch. With expert parallelism, every dp rank must
+        have the same number of microbatches. Sequences in no microbatch are not trained on. None: every rank passes all sequences.
 
         The metric `skipped` is 1 if the loss or gradients were not finite. The step is then skipped, and non-finite metrics are dropped.
         """

@@ -22,7 +22,9 @@ NON_FINITE = "non_finite"
 MEASURED_TOKENS = 8192
 """Number of response tokens per rank and update from which acceptance is estimated, rounded up to whole sequences.
 
-Bounded, because the estimate needs the trunk's distribution, which `mtp.loss: ce` does not compute, and a host pass over each response."""
+Bounded, because the estimate is expensive: it needs a pass over each response on the host, and with `mtp.loss: ce` also the trunk's
+distribution, which is otherwise not computed.
+"""
 
 
 class UpdateLoss:
@@ -146,7 +148,10 @@ class UpdateLoss:
         return Chains(micro.drafts, len(micro.labels)) if self.config.mtp.loss == "e2e_tv" else None
 
     def _apply_chain_weights(self, chains: Chains | None, outputs: list[DraftLossOut]) -> list[DraftLossOut]:
-        """Compute the weights of the chains, and set each output's loss to its depth's sum of 1 − P_j. Returns other losses unchanged."""
+        """Compute the weights of the chains, and set each output's loss to its depth's expected number of drafts that are not accepted.
+
+        Returns other losses unchanged.
+        """
         if chains is None:
             return outputs
         losses = chains.compute_weights([output.greedy if self.config.greedy_drafts else output.overlap for output in outputs])

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.bench.arms import WARM_START, Arm, Experiment, select_arms
+from mtpctl.bench import arms
+from mtpctl.bench.arms import WARM_START, Arm, Experiment, _check_recipe, select_arms
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved, load_recipe
 from mtpctl.telemetry.metrics_file import Row
@@ -187,3 +188,52 @@ def test_arm_that_the_recipe_does_not_allow_is_rejected_before_anything_runs(tmp
     with pytest.raises(UserError):
         experiment(tmp_path, "rollout.max_tokens=0").run([ARM], [0], report=print)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("changed_first", [True, False])
+def test_finished_run_with_or_without_an_optional_section_is_another_recipe(tmp_path: Path, changed_first: bool) -> None:
+    sets, lora = ("train.rl.steps=6", "train.keep_checkpoints=0"), ("train.lora={rank: 4}",)
+    converted(tmp_path)
+    measured(tmp_path, "frozen-0", 6)
+    first, second = ((*sets, *lora), sets) if changed_first else (sets, (*sets, *lora))
+    start = experiment(tmp_path)._warm_start(0, report=print)
+    recipe = experiment(tmp_path, *first).load("frozen-0", 0, [*ARM.sets, *start])
+    (tmp_path / "frozen-0" / "recipe.resolved.yaml").write_text(dump_resolved(recipe))
+    with pytest.raises(UserError, match=r"frozen-0 has train\.lora"):
+        experiment(tmp_path, *second).run([ARM], [0], report=print)
+
+
+def test_unfinished_run_of_another_recipe_is_rejected_but_may_get_more_updates(tmp_path: Path) -> None:
+    sets = ("train.rl.steps=6", "train.keep_checkpoints=0")
+    finished(tmp_path, *sets)
+    with pytest.raises(UserError, match=r"frozen-0 has rollout\.temperature 1\.0, but 0\.5"):
+        experiment(tmp_path, *sets, "train.rl.steps=9", "rollout.temperature=0.5").run([ARM], [0], report=print)
+    recipe = experiment(tmp_path, *sets, "train.rl.steps=9").load("frozen-0", 0, ARM.sets)
+    _check_recipe(
+        recipe.model_copy(update={"model": load_recipe(tmp_path / "frozen-0" / "recipe.resolved.yaml").recipe.model}),
+        ignored_keys={
+            ("train", "rl", "steps"),
+            ("train", "stages"),
+        },
+    )
+
+
+def test_run_that_was_killed_before_its_start_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "frozen-0").mkdir()
+    (tmp_path / "frozen-0" / "recipe.resolved.yaml").write_text(dump_resolved(experiment(tmp_path).load("frozen-0", 0)))
+    with pytest.raises(UserError, match="contains no run with an update"):
+        experiment(tmp_path).load_outcomes([ARM], [0], report=print)
+
+
+def test_stages_before_rl_and_an_adapter_are_part_of_the_warm_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(arms, "_start_command", lambda arguments, log: commands.append(list(arguments)))
+    monkeypatch.setattr(arms, "_wait_for", lambda running: None)
+    experiment(tmp_path, "train.stages=[draft, sft, rl]", "train.draft.steps=2", "train.lora={rank: 4}")._warm_start(0, report=print)
+    train, convert = commands
+    assert load_recipe(train[1]).recipe.train.stages == ["draft", "sft"]
+    assert convert[0] == "convert-hf" and convert[-1] == "--merge"
+
+
+def test_files_of_arms_with_dots_in_their_names_are_separate(tmp_path: Path) -> None:
+    assert {arms._log_of(tmp_path / name).name for name in ("lr1.5-0", "lr1.6-0")} == {"lr1.5-0.log", "lr1.6-0.log"}

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -128,3 +128,24 @@ def test_vllm_and_the_trainer_agree_on_this_machine(tmp_path: Path) -> None:
     assert agreement.drafted > 1000 and agreement.accepted > 30
     assert agreement.mean_abs < 1e-5 if agreement.precision == "fp32" else agreement.mean_abs < agreement.bound
     agreement.check()
+
+
+@pytest.mark.parametrize("failure", ["raises", "nan"])
+def test_kernel_that_fails_is_a_result_also_if_auto_selects_it(failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtpctl.kernels import logprob
+
+    upstream = logprob.linear_logprob
+
+    def fail(hidden: Any, weight: Any, labels: Any, *, implementation: str = "auto") -> Any:
+        if implementation == "reference":
+            return upstream(hidden, weight, labels, implementation=implementation)
+        if failure == "raises":
+            raise RuntimeError("cannot compile")
+        out = upstream(hidden, weight, labels, implementation="reference")
+        return out._replace(logprob=out.logprob * float("nan"))
+
+    monkeypatch.setattr(logprob, "linear_logprob", fail)
+    result = cast(Any, parts.kernels(tmp_path))
+    reasons = {row["name"]: row.get("reason") for row in result["implementations"]}
+    expected = "RuntimeError: cannot compile" if failure == "raises" else "differs from the reference by nan"
+    assert reasons.pop("reference") is None and all(reason.startswith(expected) for reason in reasons.values())

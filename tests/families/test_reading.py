@@ -364,6 +364,7 @@ def test_eagle3_drafter_gets_the_context_of_its_model() -> None:
 def test_same_context_is_the_same_config() -> None:
     longer = extend_context(hub_config("XiaomiMiMo/MiMo-7B-RL"), 131_072, YARN)
     assert extend_context(longer, 131_072) == longer
+    assert extend_context(longer, 131_072, YARN) == longer, "RoPE is scaled relative to the length that the model was trained with"
 
 
 @pytest.mark.parametrize(

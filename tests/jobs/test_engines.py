@@ -10,9 +10,9 @@ import pytest
 
 from mtpctl.errors import UserError
 from mtpctl.jobs import engines
-from mtpctl.jobs.engines import Evaluation, evaluate_weights, render_evaluation
+from mtpctl.jobs.engines import Evaluation, evaluate_weights, render_evaluation, scratch_folder
 from mtpctl.jobs.targets import target_with_weights as asked
-from mtpctl.recipe.loading import dump_resolved
+from mtpctl.recipe.loading import dump_resolved, load_recipe
 from tests.fakes.commands import mtpctl as mtpctl
 from tests.fakes.runs import leave_checkpoint, recipe, silent
 from tests.fakes.runs import run as run
@@ -188,3 +188,12 @@ def test_large_file_is_inspected_within_the_time_limit(tmp_path: Path) -> None:
     (result,) = inspect_sets(DataConfig(path=str(tmp_path / "rows.jsonl")), EvaluationConfig(), ["rl"], seconds=0.05)
     assert not result.is_complete and 0 < result.rows < 200_000
     assert str(result).endswith("rows read, not all")
+
+
+@pytest.mark.parametrize(("address", "shared"), [("auto", True), (None, False)])
+def test_temporary_folder_of_a_joined_cluster_is_in_the_run_directory(tmp_path: Path, address: str | None, shared: bool) -> None:
+    """Engines on other hosts read the weights there."""
+    (tmp_path / "run").mkdir()
+    recipe = load_recipe("tiny_mtp", sets=[f"run_dir={tmp_path / 'run'}", f"cluster.address={address or 'null'}"]).recipe
+    with scratch_folder(recipe, "eval") as folder:
+        assert (Path(folder).parent == tmp_path / "run") is shared

@@ -134,7 +134,7 @@ def test_script_is_valid_bash(nodes: int, request_: SlurmRequest) -> None:
 def test_submission_keeps_script_and_job_in_the_run_directory_and_status_shows_it(slurm: Path, mtpctl: Any, tmp_path: Path) -> None:
     result = mtpctl("launch", "slurm", "tiny_mtp")
     run = tmp_path / "runs" / "tiny_mtp"
-    assert result.out == f"job 17 is submitted: 1 node(s) with 2 CPUs and 0 GPUs; {run}/slurm.sh\n"
+    assert result.out == f"job 17 is submitted: 1 node(s) with 2 CPUs and 0 GPUs each; {run}/slurm.sh\n"
     assert (tmp_path / "submitted").read_text() == (run / "slurm.sh").read_text()
     assert run.stat().st_mode & 0o77 == 0
     assert mtpctl("status", "runs/tiny_mtp").out == "runs/tiny_mtp: Slurm job 17: PENDING, 0:00 of 1:00:00, (Resources)\n"

@@ -243,3 +243,16 @@ def test_head_kernels_give_the_engines_log_probs() -> None:
         torch.nn.functional.cross_entropy(usual @ weight[:61].T, labels, reduction="sum").backward()
         assert leaf.grad is not None and usual.grad is not None
         assert torch.allclose(leaf.grad, usual.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_value_of_zero_does_not_affect_other_values() -> None:
+    """Its step is a factor of its key's weight."""
+    query, key, value, causal = _attention_case()
+    value = 1e-6 * value
+    with_zero = value.clone()
+    with_zero[:, :, 0] = 0
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.double(), key.double(), with_zero.double(), causal, scale=0.2, enable_gqa=True
+    )
+    error, usual = (exact.attention(query, key, v, causal, 0.2) for v in (with_zero, value))
+    assert (error - expected).abs().max() < 1e-5 * usual.abs().max()

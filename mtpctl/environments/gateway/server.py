@@ -2,7 +2,7 @@
 
 POST /t/SECRET/v1/chat/completions   a chat completion
 POST /t/SECRET/v1/reward             {"reward": 0.5}: the trajectory's reward
-POST /t/SECRET/v1/finish             ends the trajectory; may contain its reward
+POST /t/SECRET/v1/finish             ends the trajectory of an external agent; may contain the reward
 GET  /t/SECRET/v1/models             the name of the model; also GET /v1/models
 POST /v1/trajectories                the next problem, for external agents; always requires the endpoint's key
 POST /v1/chat/completions            a chat completion outside of any trajectory, if `create_single_request` is set
@@ -84,8 +84,8 @@ class Gateway:
     ) -> None:
         """`name`: the model's name; `max_turns`: maximum number of answers in a trajectory; `rules`: see `Trajectory`.
 
-        `key`: required by every route except those under a trajectory's secret. Without a key, only `POST /v1/trajectories` requires a
-        token, which is generated here. `client_limit`: maximum number of open problems per address; None: no limit.
+        `key`: required by every route except `/health` and those under a trajectory's secret. Without a key, only `POST /v1/trajectories`
+        requires a token, which is generated here. `client_limit`: maximum number of open problems per address; None: no limit.
         """
         self._backend, self._tokenizer, self._name, self._max_turns, self._listener = backend, tokenizer, name, max_turns, listener
         self._rules, self._client_limit = rules, client_limit
@@ -185,7 +185,8 @@ class Gateway:
         completion = Completion(self._name, answers, self._tokenizer, logprobs=bool(chat.logprobs), token_ids=token_ids)
         headers = {IGNORED_HEADER: _format_field_list(chat.ignored)} if chat.ignored else None
         if not chat.stream:
-            return JSONResponse(completion.to_json(), headers=headers)
+            # Starlette's JSON is not escaped, so it cannot contain the lone surrogates that a model may write.
+            return Response(json.dumps(completion.to_json()), headers=headers, media_type="application/json")
         include_usage = chat.stream_options is not None and chat.stream_options.include_usage
         return StreamingResponse(_iterate(completion.stream(include_usage=include_usage)), headers=headers, media_type="text/event-stream")
 

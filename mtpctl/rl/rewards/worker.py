@@ -1,8 +1,9 @@
 """Worker processes of a reward function: a template that loads the function, and workers that are forked from it.
 
 A fork takes milliseconds, while loading sympy takes a second, so a hung worker can be replaced at once. If the module of the function has
-started threads, forking is unsafe, so every worker loads the module itself. Output of the function goes to standard error. A process ends,
-with all its descendants, when the controller closes its socket or dies.
+started threads, forking is unsafe, so every worker loads the module itself. Output of the function goes to standard error. An idle
+process ends, with all its descendants, when the controller closes its socket; the pool kills a worker that is executing a call. All
+processes end when the controller dies.
 """
 
 from __future__ import annotations
@@ -257,10 +258,14 @@ class Template:
         return controller_end
 
     def close(self) -> None:
-        """Kill the process and its forks."""
+        """Kill the process and all its descendants, also those that a call has left in other process groups."""
         if self.loaded.forkable:
             self._control.close()
+        left_behind = descendants(self.process.pid)
         _kill_group(self.process)
+        for pid in left_behind:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

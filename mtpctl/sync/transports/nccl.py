@@ -110,7 +110,7 @@ class Writer(PushWriter):
         self._unready = version, section
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        """The next buffer, after its previous bucket; on a GPU only the stream waits. Sends the filled buffers first if both are."""
+        """The next buffer, once its previous bucket was sent; on a GPU only the stream waits. If both are filled, sends them first."""
         if not self._buffers:
             self._buffers = _buffers(self.largest, self.device)
         if len(self._filled) == len(self._buffers):

@@ -173,3 +173,17 @@ def test_unknown_paths_return_openai_errors() -> None:
                 assert result.status_code in (404, 405) and result.json()["error"]["type"] == "invalid_request_error"
 
     asyncio.run(run())
+
+
+def test_lone_surrogate_in_an_answer_is_escaped() -> None:
+    """A tool call whose arguments end in the middle of a pair, as a parser decodes them."""
+
+    def read(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
+        return "", [("add", '{"a": "\ud83d"}')]
+
+    async def drive(client: openai.AsyncOpenAI, trajectory: Trajectory, url: str) -> None:
+        async with httpx.AsyncClient() as web:
+            response = await web.post(f"{url}/chat/completions", json={"messages": ASK, "tools": TOOLS})
+        assert response.status_code == 200 and b"\\ud83d" in response.content
+
+    served(Scripted(lambda text, call: "yes"), drive, calls=read)

@@ -242,6 +242,29 @@ def test_children_of_a_late_call_are_killed_even_in_their_own_session(tmp_path: 
     assert not any(map(runs, started))
 
 
+def test_daemons_that_a_call_has_left_are_killed_at_the_end(tmp_path: Path) -> None:
+    """In their own session, with the template as their parent."""
+    (tmp_path / "judge.py").write_text(
+        "import os, sys, time\n"
+        "def score(response, problem, sample):\n"
+        "    if os.fork() == 0:\n"
+        "        os.setsid()\n"
+        "        if (pid := os.fork()) == 0:\n"
+        "            time.sleep(1000)\n"
+        "        open(response, 'w').write(str(pid))\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+        "    return 1.0\n"
+    )
+    file = tmp_path / "pid"
+    ((_, outcome),) = rewarded(RewardConfig(function=f"{tmp_path / 'judge.py'}:score"), str(file))
+    assert outcome.reward == 1.0
+    deadline = time.monotonic() + 5
+    while runs(int(file.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not runs(int(file.read_text()))
+
+
 CONTROLLER = """\
 import asyncio, sys
 from mtpctl.recipe.reward import RewardConfig
