@@ -119,7 +119,7 @@ def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None
     loaded = load(recipe, overlay, sets)
     check(loaded.recipe)
     reports = inspect_sets(loaded.recipe.data, loaded.recipe.evaluation, loaded.recipe.train.stages)
-    data, leaks = list(map(str, reports)), leaks_in(reports, loaded.recipe.train.stages)
+    data, leaks = list(map(str, reports)), leaks_in(reports, loaded.recipe.data, loaded.recipe.train.stages)
     sources = [str(path) for path in loaded.sources]
     cautions = [*cautions_of(loaded.recipe), *check_code(loaded.recipe), *filter(None, [leaks])]
     if as_json:

@@ -254,9 +254,13 @@ class Bundles:
         ordered_bundles = sorted((self.by_actor[actor] for actor in actors), key=lambda bundle: bundle.node_id not in live_node_ids)
         for actor, bundle in zip(actors, ordered_bundles, strict=True):
             self.by_actor[actor] = replace(bundle, claim=replace(bundle.claim, actor=actor))
+            self.locations.pop(actor, None)  # of the bundle that it had before
 
     async def try_acquire(self, actors: Sequence[str], *, per_host: int) -> list[ActorBundle] | None:
-        """Return the actors' bundles. Each `per_host` bundles on lost hosts are replaced together, on one host. None without capacity."""
+        """Return the actors' bundles, or None if there is no capacity.
+
+        Bundles on lost hosts are replaced in groups of `per_host`, each group on one host.
+        """
         if lost_actors := self.on_lost_hosts(actors):
             hosts = list_ray_hosts()
             free_capacities = list_capacities(host.free for host in hosts)

@@ -12,7 +12,7 @@ from mtpctl.errors import MtpctlError, RuntimeFailure
 
 
 async def await_within[T](call: Awaitable[T], timeout_s: float, name: str, advice: str = "") -> T:
-    """Await the result of an actor call. `name`: of the actor and the call, for errors. `advice`: end of the message after a timeout.
+    """Await the result of an actor call. `name`: the actor and the call, for messages. `advice`: appended to the message of a timeout.
 
     Raises RuntimeFailure after `timeout_s`, or if the actor dies or raises an error; an MtpctlError is re-raised unchanged. A TimeoutError
     of the call is an error like any other, not the end of `timeout_s`.

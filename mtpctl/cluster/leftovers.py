@@ -132,7 +132,10 @@ def find_foreign() -> list[Path]:
 
 
 def remove(*, wait: bool = False) -> list[Leftover]:
-    """Delete the leftovers, and return them. If another process is deleting them, wait for it, or without `wait` return an empty list."""
+    """Delete the leftovers, and return them.
+
+    If another process has the lock, wait for it if `wait` is true; otherwise return an empty list.
+    """
     try:
         with _locked(wait=wait):
             return [leftover for leftover in find() if _remove(leftover.path)]
@@ -142,7 +145,7 @@ def remove(*, wait: bool = False) -> list[Leftover]:
 
 @contextmanager
 def _locked(*, wait: bool) -> Iterator[None]:
-    """Lock removing and claiming. If another process has the lock, wait for it, or without `wait` raise BlockingIOError."""
+    """Lock removing and claiming. If another process has the lock, wait for it if `wait` is true; otherwise raise BlockingIOError."""
     lock = os.open(SHARED_MEMORY if SHARED_MEMORY.is_dir() else tempfile.gettempdir(), os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -107,10 +107,20 @@ async def start_all[R](
         return await start(index)
 
     tasks = [asyncio.ensure_future(start_with_retries(index)) for index in range(count)]
-    await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def end_started() -> None:
+        started = [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
+        await asyncio.gather(*map(end, started), return_exceptions=True)
+
+    try:
+        await asyncio.gather(*tasks, return_exceptions=True)
+    except asyncio.CancelledError:  # `gather` has cancelled the tasks that were not done
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_started()
+        raise
     errors = [error for task in tasks if (error := task.exception()) is not None]
     if errors:
-        await asyncio.gather(*(end(task.result()) for task in tasks if task.exception() is None), return_exceptions=True)
+        await end_started()
         raise errors[0]
     return [task.result() for task in tasks]
 
@@ -129,6 +139,8 @@ class Replicas[R]:
         self.num_restarts = 0
         self._lifecycle = lifecycle
         self._closed = False
+        # Tasks that end failed replicas, apart from the restarts of their slots, which may be cancelled before they begin.
+        self._ending: set[asyncio.Task[None]] = set()
         self._update_members: list[tuple[Slot[R], R]] | None = None
 
     @property
@@ -154,10 +166,13 @@ class Replicas[R]:
         slot.replica = None
         if slot.is_occupied:  # otherwise the replica is leaving, and `leave` ends it
             self._record_failure(slot, error)
-            slot.restart_task = asyncio.create_task(self._restart(slot, replica))
+            ending = asyncio.create_task(self._end_failed(replica))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            slot.restart_task = asyncio.create_task(self._restart(slot, ending))
 
     def join(self, index: int) -> None:
-        """Start a replica in a slot, which is vacant or the next new one. Earlier failures of the slot are forgotten."""
+        """Start a replica in a vacant slot, or in a new one if `index` is the number of slots. Earlier failures are forgotten."""
         assert not self._closed and index <= len(self.slots)
         if index == len(self.slots):
             self.slots.append(Slot(index, None, is_occupied=False))
@@ -175,7 +190,7 @@ class Replicas[R]:
         slot.is_occupied = False
         if slot.restart_task is not None and not slot.restart_task.done():
             slot.restart_task.cancel()
-            await asyncio.gather(slot.restart_task, return_exceptions=True)
+            await asyncio.gather(slot.restart_task, *self._ending, return_exceptions=True)
         replica = slot.replica
         async with self.updating:
             slot.replica = None
@@ -236,7 +251,7 @@ class Replicas[R]:
         for task in restart_tasks:
             task.cancel()
         results = await asyncio.gather(*(self._end(replica) for _, replica in self.live()), return_exceptions=True)
-        await asyncio.gather(*restart_tasks, return_exceptions=True)
+        await asyncio.gather(*restart_tasks, *self._ending, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, (*self._lifecycle.fatal_errors, TimeoutError)):
                 raise result
@@ -244,10 +259,13 @@ class Replicas[R]:
     async def _end(self, replica: R) -> None:
         await asyncio.wait_for(self._lifecycle.end(replica), self._lifecycle.end_timeout_s)
 
-    async def _restart(self, slot: Slot[R], lost_replica: R) -> None:
+    async def _end_failed(self, replica: R) -> None:
         with suppress(Exception):
             # Errors are ignored: the failure of the replica is recorded already.
-            await self._end(lost_replica)
+            await self._end(replica)
+
+    async def _restart(self, slot: Slot[R], ending: asyncio.Task[None]) -> None:
+        await asyncio.shield(ending)
         await self._start_or_quarantine(slot, restart=True)
 
     async def _start_or_quarantine(self, slot: Slot[R], *, restart: bool = False) -> None:

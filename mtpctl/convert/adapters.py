@@ -137,7 +137,7 @@ def hash_base_weights(folder: Path) -> str:
 def adapter_model(path: Path, folder: HfFolder, adapter: sharded.AdapterRecord, *, precision: str | None = None) -> ConversionModel:
     """The model with adapters of the same layers and rank as in the checkpoint at `path`. `fill_adapter` loads their values.
 
-    precision: default: that of the checkpoint.
+    precision: of the model; default: the checkpoint's.
     """
     all_fp32 = all(tensor.properties.dtype is torch.float32 for tensor in _saved_tensors(path).values())
     return ConversionModel(folder, mtp=True, precision=precision or ("fp32" if all_fp32 else "bf16"), lora=_lora_config(adapter))
@@ -146,7 +146,7 @@ def adapter_model(path: Path, folder: HfFolder, adapter: sharded.AdapterRecord, 
 def require_weights(path: Path, weights: ModelWeights | None) -> ModelWeights:
     """Return the base weights. Raises UserError if they are missing."""
     if weights is None:
-        raise UserError(f"{path}: holds an adapter for weights that are not here; name their folder with --model")
+        raise UserError(f"{path}: contains an adapter, but its base weights were not found; name their folder with --model")
     return weights
 
 

@@ -106,13 +106,16 @@ class WeightBridge:
         expected, actual = self.folder.shape, weights.shape
         if expected.family != actual.family:
             raise UserError(
-                f"{weights.folder.path}: holds a {actual.family} ({actual.architecture}), the model here is a {expected.family}"
+                f"{weights.folder.path}: contains a model of {actual.family} ({actual.architecture}), but {expected.family} is required"
             )
         sizes = tensor_shapes(expected)
         for name in weights:
             if weights.size(name) != sizes.get(name):
-                requirement = f"makes it {list(sizes[name])}" if name in sizes else "does not have it"
-                raise UserError(f"{weights.folder.path}: holds {name} as {list(weights.size(name))}, the model here {requirement}")
+                if name not in sizes:
+                    raise UserError(f"{weights.folder.path}: contains {name}, which the model does not have")
+                raise UserError(
+                    f"{weights.folder.path}: {name} has the shape {list(weights.size(name))}, but the model requires {list(sizes[name])}"
+                )
 
     @cached_property
     def _stored_names(self) -> SimpleNamespace:

@@ -84,7 +84,9 @@ def convert(source: Path, target: Path, options: ConversionOptions, *, report: R
         source_kind = "a Hugging Face folder" if checkpoint is None else "a Megatron checkpoint"
         raise UserError(f"--to {options.to}: {source} is {source_kind} already")
     if options.dtype == FP8 and checkpoint is None:
-        raise UserError("--dtype fp8: FP8 requires a Hugging Face folder as the target, but SRC is one; name a checkpoint or a run")
+        raise UserError(
+            "--dtype fp8: only Hugging Face folders are written in FP8, but SRC becomes a Megatron checkpoint; name a checkpoint or a run"
+        )
     adapter = None if checkpoint is None else adapter_of(checkpoint)
     if options.merge and adapter is None:
         raise UserError(f"--merge: {source} contains no adapter")
@@ -293,7 +295,7 @@ class _OutputFolder:
 
     def publish(self) -> None:
         """Rename the complete folder to its target. An existing target is replaced."""
-        replaced = self.target.with_name(self.target.name + ".replaced")
+        replaced = self.target.with_name(f".{self.target.name}.replaced-{os.getpid()}")
         if self.target.exists():
             _delete(replaced)
             self.target.rename(replaced)

@@ -271,7 +271,7 @@ class Reader(Protocol):
     nbytes: list[int]
     dtypes: dict[str, torch.dtype]
 
-    def read(self, number: int) -> dict[str, Tensor]:
+    def read(self, index: int) -> dict[str, Tensor]:
         """The values of a part's parameters."""
 
 

@@ -152,7 +152,7 @@ def _list_weight_files(path: Path) -> list[Path]:
 def _read_index(index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{index}: is not an index of weights (a JSON object with weight_map)") from error
     for name in names:
         if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:

@@ -55,12 +55,13 @@ def verify_conversion(
 ) -> VerificationResult:
     """Compare a folder's weights with the checkpoint at `checkpoint`. Raises ThresholdMissed if they differ.
 
-    Matrices in `fp8_names` are compared with a new quantization of the checkpoint's. If there are any, differences of logits have no bound.
+    Matrices in `fp8_names` are compared with a new quantization of the checkpoint's, and tensors that the folder stores in a narrower dtype
+    with the rounded ones. If there are any, differences of logits have no bound.
 
     folder: provides the config of both. extra_weights: the checkpoint's tensors outside the language model.
     """
     mtp = has_mtp(checkpoint)
-    num_tensors, relative_error = require_equal_extras(weights, extra_weights), 0.0
+    num_tensors, relative_error, narrowed = require_equal_extras(weights, extra_weights), 0.0, False
     with ConversionModel(folder, mtp=mtp) as conversion:
         reader = PartReader(checkpoint, conversion)
         for index in range(len(reader.parts)):
@@ -68,13 +69,14 @@ def verify_conversion(
                 for hf_name, tensor in conversion.to_hf(name, value).items():
                     if hf_name in fp8_names:
                         relative_error = max(relative_error, require_equal_quantized(hf_name, weights, tensor))
-                    elif fp8_names:
+                    elif fp8_names or weights.dtype(hf_name).itemsize < tensor.dtype.itemsize:
+                        narrowed = narrowed or weights.dtype(hf_name) != tensor.dtype
                         require_equal(hf_name, weights[hf_name], tensor.to(weights.dtype(hf_name)))
                     else:
                         require_equal(hf_name, weights[hf_name].to(tensor.dtype), tensor)
                     num_tensors += 1
         all_fp32 = all(dtype is torch.float32 for dtype in reader.dtypes.values())
-    precision, max_difference = "fp32" if all_fp32 else "bf16", math.inf if fp8_names else MAX_LOGIT_DIFFERENCE
+    precision, max_difference = "fp32" if all_fp32 else "bf16", math.inf if fp8_names or narrowed else MAX_LOGIT_DIFFERENCE
     return VerificationResult(
         num_tensors,
         *_compare_restored_logits(weights, checkpoint, folder, mtp=mtp, precision=precision, bound=max_difference),
@@ -104,7 +106,7 @@ def require_equal_extras(weights: ModelWeights, extra_weights: FolderWeights | N
     """
     for name in weights.extras:
         if extra_weights is None or name not in extra_weights:
-            raise ThresholdMissed(f"verify: {name} is missing on one side")
+            raise ThresholdMissed(f"verify: {name}, a tensor outside the language model, is in the folder, but missing on the other side")
         require_equal(name, weights.raw.tensor(name), extra_weights.tensor(name))
     return len(weights.extras)
 
@@ -114,7 +116,7 @@ def require_equal(name: str, first: Tensor, second: Tensor) -> None:
     if first.shape != second.shape or first.dtype != second.dtype:
         description = " and ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (first, second))
         raise ThresholdMissed(f"verify: {name} differs in dtype or shape: {description}")
-    if first.numel() and not torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)):
+    if first.numel() and not torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (first, second))):
         index = int((first.flatten() != second.flatten()).nonzero()[:1].sum())
         raise ThresholdMissed(f"verify: {name} differs, first at element {index}")
 
@@ -133,9 +135,15 @@ def _compare_restored_logits(
 def require_close_logits(first: list[Tensor], second: list[Tensor], bound: float) -> tuple[float, float | None]:
     """The largest differences of the trunk's and of the MTP depths' logits. Raises ThresholdMissed if one exceeds `bound`."""
     differences = [float((first_logits - second_logits).abs().max()) for first_logits, second_logits in zip(first, second, strict=True)]
-    if max(differences) > bound:
-        raise ThresholdMissed(f"verify: logits differ by {max(differences):.2g} on the fixed prompt, at most {bound:g} is allowed")
+    if not all(difference <= bound for difference in differences):  # also for NaN
+        raise ThresholdMissed(
+            f"verify: logits differ by {max(differences, key=_nan_last):.2g} on the fixed prompt, at most {bound:g} is allowed"
+        )
     return differences[0], max(differences[1:], default=None)
+
+
+def _nan_last(difference: float) -> float:
+    return math.inf if math.isnan(difference) else difference
 
 
 @torch.no_grad()
@@ -176,7 +184,7 @@ def verify_merged(
                         relative_error = max(relative_error, require_equal_quantized(hf_name, target, tensor))
                     else:
                         require_equal(hf_name, target[hf_name], tensor.to(target.dtype(hf_name)))
-                    merged[hf_name] = tensor
+                    merged[hf_name] = tensor if hf_name in fp8_names else tensor.to(target.dtype(hf_name))
                     num_tensors += 1
         all_fp32 = all(dtype is torch.float32 for dtype in reader.dtypes.values())
     with ConversionModel(target.folder, mtp=True, precision="fp32" if all_fp32 else "bf16") as conversion:

@@ -44,7 +44,7 @@ class SetReport:
 
 
 def inspect_sets(data: DataConfig, evaluation: EvaluationConfig, stages: Sequence[str], *, seconds: float = TIME_LIMIT) -> list[SetReport]:
-    """Read each file and dataset of the recipe from its beginning, for an equal share of `seconds`. The hub is not contacted.
+    """Read each file and dataset of the recipe from its beginning, for an equal share of the remaining `seconds`. The hub is not contacted.
 
     Raises the UserError that a run would raise for these rows, and one for a set without rows.
     """
@@ -78,11 +78,16 @@ def _hash_prompts(problems: Iterator[Problem], deadline: float) -> tuple[list[by
     return hashes, True
 
 
-def leaks_in(reports: Sequence[SetReport], stages: Sequence[str]) -> str:
+def trains_on_rl_rows(stages: Sequence[str], *, has_sft_rows: bool) -> bool:
+    """Whether a stage trains the trunk on the rows of RL. The supervised stage does unless it has its own."""
+    return "rl" in stages or ("sft" in stages and not has_sft_rows)
+
+
+def leaks_in(reports: Sequence[SetReport], data: DataConfig, stages: Sequence[str]) -> str:
     """A warning if a stage trains on held-out rows, among the rows that were read; empty otherwise."""
-    has_sft_rows = "sft" in stages and any(report.role == "sft" for report in reports)
-    roles = {"train"} if "rl" in stages or not has_sft_rows else set()
-    roles |= {"sft"} if has_sft_rows else set()
+    has_sft_rows = data.sft_task is not None or data.sft_path is not None
+    roles = {"train"} if trains_on_rl_rows(stages, has_sft_rows=has_sft_rows) else set()
+    roles |= {"sft"} if "sft" in stages else set()
     trained_hashes = {prompt_hash for report in reports if report.role in roles for prompt_hash in report.prompt_hashes}
     held_out_hashes = [prompt_hash for report in reports if report.role not in ("train", "sft") for prompt_hash in report.prompt_hashes]
     return leak_warning(sum(prompt_hash in trained_hashes for prompt_hash in held_out_hashes), len(held_out_hashes))

@@ -11,8 +11,9 @@ import datetime
 import decimal
 import fnmatch
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -189,6 +190,11 @@ class _HubUnreachable(Exception):
     """The hub does not respond."""
 
 
+_LISTINGS = "mtpctl-listings"
+"""Folder in the hub's cache of a dataset: the names of all files of a commit, of which the cache may have only some."""
+_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})(\..*)")
+
+
 class _NotCached(Exception):
     """The hub does not respond, and the dataset is not in the cache."""
 
@@ -206,8 +212,7 @@ def read_dataset_rows(name: str, subset: str | None, split: str, *, field: str, 
         layout, source = _locate_files(name, field, fetch)
     except _NotCached as error:
         raise PrerequisiteMissing(
-            f"{field}: {name} could not be downloaded from the hub and is not in the cache; "
-            f"download it on a machine with a network (hf download --repo-type dataset {name}), or name a file"
+            f"{field}: {name} could not be downloaded from the hub and is not in the cache; {_download_advice(name)}"
         ) from error
     subset = _select_subset(name, subset, split, layout, field, section)
     number = 0
@@ -236,6 +241,17 @@ def _read_with_datasets(name: str, subset: str | None, split: str, field: str, s
         yield Row(row_id, row_id, cast("dict[str, object]", as_json(columns)))
 
 
+def _download_advice(name: str) -> str:
+    return f"download it on a machine with a network (hf download --repo-type dataset {name}), or name a file"
+
+
+def _find_missing_shards(files: Sequence[str]) -> list[str]:
+    """Shards, such as `train-00001-of-00004.parquet`, that are not among these files although others of their set are."""
+    matches = [match for file in files if (match := _SHARD.fullmatch(file))]
+    needed = {f"{match[1]}-{number:05d}-of-{match[2]}{match[3]}" for match in matches for number in range(int(match[2]))}
+    return sorted(needed.difference(files))
+
+
 def _locate_files(name: str, field: str, fetch: bool) -> tuple[Layout, Path | str]:
     """The layout of a dataset, and the source of its files: a folder of the cache, or a revision on the hub. Raises _NotCached."""
     if not fetch:
@@ -252,10 +268,30 @@ def _locate_files(name: str, field: str, fetch: bool) -> tuple[Layout, Path | st
         return _cached_layout(name)
 
 
+def _record_listing(name: str, revision: str, commit: str, files: list[str]) -> None:
+    """Record in the hub's cache which commit a revision is, and all its files, for later runs without a network.
+
+    Files are downloaded one by one by their commit, which records neither.
+    """
+    folder = _cache_folder(name)
+    for file, text in ((folder / "refs" / revision, commit), (folder / _LISTINGS / f"{commit}.json", json.dumps(files))):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f".{file.name}.{os.getpid()}")
+        temporary.write_text(text)
+        temporary.replace(file)
+
+
+def _cache_folder(name: str) -> Path:
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="dataset"))
+
+
 def _list_hub_files(name: str, revision: str, field: str) -> tuple[list[str], str]:
     """The files of a dataset on the hub, and their commit. Raises _HubUnreachable if the hub does not respond."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         info = HfApi().dataset_info(name, revision=None if revision == "main" else revision)
@@ -263,9 +299,14 @@ def _list_hub_files(name: str, revision: str, field: str) -> tuple[list[str], st
         raise UserError(f"{field}: {name} is gated; accept its terms on the hub, and log in with `hf auth login`") from error
     except RepositoryNotFoundError as error:
         raise UserError(f"{field}: {name} is neither a local file or folder nor a dataset of the hub; check the spelling") from error
+    except RevisionNotFoundError:
+        return [], revision
     except Exception as error:  # huggingface_hub changes its HTTP library between releases
         raise _HubUnreachable from error
-    return [sibling.rfilename for sibling in info.siblings or []], info.sha or revision
+    files = [sibling.rfilename for sibling in info.siblings or []]
+    if info.sha is not None and files:
+        _record_listing(name, revision, info.sha, files)
+    return files, info.sha or revision
 
 
 def _cached_layout(name: str) -> tuple[Layout, Path]:
@@ -277,8 +318,12 @@ def _cached_layout(name: str) -> tuple[Layout, Path]:
             folder = Path(snapshot_download(name, repo_type="dataset", revision=revision, local_files_only=True))
         except LocalEntryNotFoundError:
             continue
-        files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-        card = (folder / "README.md").read_text(encoding="utf-8", errors="replace") if "README.md" in files else ""
+        listing = _cache_folder(name) / _LISTINGS / f"{folder.name}.json"
+        stored_files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        files = json.loads(listing.read_text()) if listing.is_file() else stored_files
+        if missing := _find_missing_shards(files):
+            raise _NotCached(missing[0])
+        card = (folder / "README.md").read_text(encoding="utf-8", errors="replace") if "README.md" in stored_files else ""
         if layout := layout_of(files, card) if revision == "main" else converted_layout(files):
             return layout, folder
     raise _NotCached
@@ -287,6 +332,8 @@ def _cached_layout(name: str) -> tuple[Layout, Path]:
 def _local_path(name: str, file: str, source: Path | str, field: str) -> Path:
     """The file on this machine, downloaded if `source` is a revision."""
     if isinstance(source, Path):
+        if not (source / file).is_file():
+            raise PrerequisiteMissing(f"{field}: {file} of {name} is not in the cache; {_download_advice(name)}")
         return source / file
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError

@@ -14,6 +14,7 @@ from decimal import Decimal
 from itertools import chain, islice
 from pathlib import Path
 
+from mtpctl.data.inspection import trains_on_rl_rows
 from mtpctl.data.messages import LONE_SURROGATE, image_and_video_types, messages_from_columns, parse_conversation, without_nulls
 from mtpctl.data.problems import NO_ANSWER, Problem, text_of
 from mtpctl.data.rows import Row, read_dataset_rows, read_file_rows
@@ -147,7 +148,7 @@ def load_problem_sets(
     supervised = train
     if config.sft_task is not None:
         excluded = {problem.prompt for problem in held_out}
-        supervised = [problem for problem in generate(config.sft_task, seed)[0] if problem.prompt not in excluded]
+        supervised = [problem for problem in generate(config.sft_task, seed, "data.sft_task")[0] if problem.prompt not in excluded]
         if not supervised:
             raise UserError("data.sft_task: all its problems are held out by data.task; raise its train_size or max_digits")
     elif "sft" in sources:
@@ -169,7 +170,7 @@ def _find_seen_prompts(trained: Iterable[Problem], held_out: Sequence[Sequence[P
 def first_problems(
     config: DataConfig, seed: int, evaluation: EvaluationConfig, limit: int, rollout: RolloutBase | None = None
 ) -> dict[str, list[Problem]]:
-    """Load the first `limit` training problems, as `train`, and held-out problems, as `eval` and `eval/NAME`.
+    """Load the first `limit` training problems, as `train`, and held-out problems, as `eval` and `eval/NAME`, without those of `data.task`.
 
     Does not contact the hub: a dataset that is not in the cache has no problems here.
     """
@@ -209,9 +210,8 @@ def load_held_out(
     named = dict(_read_named_sets(sources, evaluation))
     if train is None:
         return ProblemSets([], held_out, [], named, None)
-    # The supervised stage trains on RL's rows unless it has its own. Problems of `sft_task` are not compared: held-out ones are excluded.
-    has_sft_data = config.sft_task is not None or "sft" in sources
-    trained = train if "rl" in stages or not has_sft_data else ()
+    # Problems of `sft_task` are not compared: held-out ones are excluded.
+    trained = train if trains_on_rl_rows(stages, has_sft_rows=config.sft_task is not None or "sft" in sources) else ()
     if "sft" in stages and "sft" in sources:
         trained = chain(trained, sources["sft"].problems(fetch=False))
     try:

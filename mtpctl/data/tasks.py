@@ -131,20 +131,21 @@ _TASKS: dict[str, _Task] = {
 }
 
 
-def generate(task: GeneratedTask, seed: int) -> tuple[list[Problem], list[Problem]]:
+def generate(task: GeneratedTask, seed: int, field: str = "data.task") -> tuple[list[Problem], list[Problem]]:
     """Training and held-out problems: disjoint, in order of increasing length, and equal for equal seeds.
 
-    Raises UserError if the minimum length exceeds the maximum, or if there are fewer distinct problems than requested.
+    `field`: the task's recipe key. Raises UserError if the minimum length exceeds the maximum, or if there are fewer distinct problems than
+    requested.
     """
     if task.min_digits > task.max_digits:
-        raise UserError(f"data.task.min_digits: {task.min_digits} is above max_digits {task.max_digits}; lower it")
+        raise UserError(f"{field}.min_digits: {task.min_digits} is above max_digits {task.max_digits}; lower it")
     generator = _TASKS[task.name]
     lengths = range(task.min_digits, task.max_digits + 1)
     total = task.train_size + task.eval_size
     quotas = _distribute(total, task.length_decay, [generator.size(n) for n in lengths])
     if sum(quotas) < total:
         raise UserError(
-            f"data.task.train_size: {task.name} of {task.min_digits} to {task.max_digits} digits has {sum(quotas)} distinct problems, "
+            f"{field}.train_size: {task.name} of {task.min_digits} to {task.max_digits} digits has {sum(quotas)} distinct problems, "
             f"but train_size + eval_size is {total}; lower them or raise max_digits"
         )
     eval_quotas = _distribute(
@@ -165,7 +166,7 @@ def generate(task: GeneratedTask, seed: int) -> tuple[list[Problem], list[Proble
 def _distribute(total: int, decay: float, caps: Sequence[int], capacity: Sequence[int] | None = None) -> list[int]:
     """Split `total` over the lengths, at most `caps[i]` for length i, each `decay` times the share of the previous length.
 
-    Remainders go to the longest lengths. capacity: higher limits, for what the caps leave over.
+    Remainders go to the longest lengths. capacity: higher limits, used for the part of `total` that exceeds the sum of `caps`.
     """
     shares = [0] * len(caps)
     for limits in [caps] if capacity is None else [caps, capacity]:

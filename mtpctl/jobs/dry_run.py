@@ -168,7 +168,7 @@ def dry_run(recipe: Recipe) -> Plan:
     run_check(partial(check_packages, recipe.telemetry))
     run_check(partial(check_copies, recipe))
     reports = run_check(partial(inspect_sets, recipe.data, recipe.evaluation, recipe.train.stages))
-    leak_caution = leaks_in(reports or [], recipe.train.stages)
+    leak_caution = leaks_in(reports or [], recipe.data, recipe.train.stages)
     for check in (partial(check_weights, recipe), partial(check_rows, recipe, shape)):
         run_check(check)
     warnings = run_check(partial(check_code, recipe)) if reports is not None else None

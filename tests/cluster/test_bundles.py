@@ -216,7 +216,9 @@ def test_compact_moves_bundles_on_live_hosts_to_the_first_actors(plan: Bundles, 
         {f"trainer-{i}": ActorBundle(Claim(f"trainer-{i}", 1), node, None) for i, node in enumerate(["bb", "bb", "cc", "cc"])}
     )
     assert bundles.on_lost_hosts(list(bundles.by_actor)) == ["trainer-0", "trainer-1"]
+    bundles.locations["trainer-2"] = ActorLocation("cc", ("0",))
     bundles.compact(list(bundles.by_actor))
+    assert not bundles.locations, "trainer-0 may get the GPU that trainer-2 had"
     assert [(bundle.claim.actor, bundle.node_id) for bundle in bundles.by_actor.values()] == [
         ("trainer-0", "cc"),
         ("trainer-1", "cc"),

@@ -366,3 +366,32 @@ async def test_after_close_nothing_is_started() -> None:
     await asyncio.sleep(0.01)
     replicas.report_failure(*replicas.live()[0], Gone())
     assert len(fleet.started) == 2 and fleet.started[1].ended
+
+
+@in_loop
+async def test_close_ends_a_replica_whose_failure_was_just_reported() -> None:
+    """Its restart is cancelled before it begins."""
+    fleet = Fleet()
+    replicas = await fleet.replicas(1)
+    ((slot, failed),) = replicas.live()
+    replicas.report_failure(slot, failed, Gone())
+    await replicas.close()
+    assert failed.ended
+
+
+@in_loop
+async def test_cancelled_start_ends_the_replicas_that_had_started() -> None:
+    fleet = Fleet()
+
+    async def start(index: int) -> Fake:
+        if index:
+            await asyncio.Event().wait()
+        return await fleet.start(index)
+
+    task = asyncio.create_task(start_all(start, fleet.end, 2))
+    await until(lambda: len(fleet.started) == 1)
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert fleet.started[0].ended

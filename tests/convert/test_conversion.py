@@ -14,7 +14,8 @@ from mtpctl.checkpoint.listing import LISTING
 from mtpctl.convert.bridge import StreamMap
 from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
 from mtpctl.convert.source import find_checkpoint, find_reference
-from mtpctl.errors import UserError
+from mtpctl.convert.verification import require_close_logits, require_equal
+from mtpctl.errors import ThresholdMissed, UserError
 from mtpctl.recipe.loading import dump_resolved, load_recipe
 from mtpctl.recipe.model import MtpConfig
 from tests.fakes.checkpoint_folders import SHARD, write_checkpoint
@@ -130,6 +131,22 @@ def test_dtype_casts_all_tensors_except_those_in_fp32(tmp_path: Path) -> None:
     result = tensors(tmp_path / "back")
     assert {str(value.dtype) for name, value in result.items() if not name.endswith("correction_bias")} == {"torch.float16"}
     assert {str(value.dtype) for name, value in result.items() if name.endswith("correction_bias")} == {"torch.float32"}
+
+
+def test_narrower_dtype_is_verified(tmp_path: Path) -> None:
+    """Against the rounded tensors of the checkpoint."""
+    model("mimo", tmp_path / "hf")
+    converted(tmp_path / "hf", tmp_path / "checkpoint")
+    conversion = converted(tmp_path / "checkpoint", tmp_path / "bf16", dtype="bf16", verify=True)
+    assert conversion.verified is not None and 0 < conversion.verified.max_logit_diff < 0.1
+
+
+def test_verification_compares_scalars_and_rejects_nan_logits() -> None:
+    require_equal("scale", torch.tensor(1.0), torch.tensor(1.0))
+    with pytest.raises(ThresholdMissed, match="scale differs"):
+        require_equal("scale", torch.tensor(1.0), torch.tensor(2.0))
+    with pytest.raises(ThresholdMissed, match="logits differ by nan"):
+        require_close_logits([torch.zeros(2), torch.tensor([float("nan")])], [torch.zeros(2), torch.zeros(1)], 1.0)
 
 
 def test_dtype_applies_to_a_checkpoint_without_mtp(tmp_path: Path) -> None:

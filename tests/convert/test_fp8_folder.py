@@ -152,7 +152,7 @@ def test_verify_detects_a_changed_bit(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_unquantizable_input_is_rejected(tmp_path: Path) -> None:
     model("mimo", tmp_path / "small")
-    with pytest.raises(UserError, match="--dtype fp8: FP8 requires a Hugging Face folder as the target"):
+    with pytest.raises(UserError, match="--dtype fp8: only Hugging Face folders are written in FP8"):
         converted(tmp_path / "small", tmp_path / "checkpoint", dtype="fp8")
     converted(tmp_path / "small", tmp_path / "checkpoint")
     with pytest.raises(UserError, match=r"--dtype fp8: no matrix of this mimo model fits the engines' blocks of 128 x 128"):

@@ -134,9 +134,9 @@ class TestUnsupportedFolder:
         mimo(tmp_path / "wide", intermediate_size=64)
         with engine(mimo(tmp_path / "hf"), train=False, mtp=MtpConfig(mode="load")) as trainer:
             before = {name: value.clone() for name, value in trainer.export()}
-            with pytest.raises(UserError, match=r"qwen3: holds a qwen3 \(Qwen3ForCausalLM\), the model here is a mimo$"):
+            with pytest.raises(UserError, match=r"qwen3: contains a model of qwen3 \(Qwen3ForCausalLM\), but mimo is required$"):
                 trainer.load(tmp_path / "qwen3")
-            with pytest.raises(UserError, match=r"wide: holds \S+gate_proj.weight as \[64, 32\], the model here makes it \[48, 32\]$"):
+            with pytest.raises(UserError, match=r"wide: \S+gate_proj.weight has the shape \[64, 32\], but the model requires \[48, 32\]$"):
                 trainer.load(tmp_path / "wide")
             assert all(torch.equal(value, before[name]) for name, value in trainer.export())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -243,3 +244,43 @@ def test_dataset_ids_are_distinguished_from_paths(tmp_path: Path, monkeypatch: p
     assert not any(map(is_dataset_id, ["rows.jsonl", "data/rows.jsonl", "a/b/c", "./gsm8k", str(tmp_path)]))
     (tmp_path / "openai").mkdir()
     assert not is_dataset_id("openai/gsm8k"), "a folder here that lacks the file is not the hub's"
+
+
+def test_dataset_that_was_read_online_is_read_again_offline(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are downloaded by their commit, for which the hub's library records no revision."""
+    hub = Hub(tmp_path / "remote")
+    snapshot = cache / "datasets--openai--gsm8k" / "snapshots" / ("b" * 40)
+
+    def download(name: str, file: str, *, repo_type: str, revision: str) -> str:
+        (snapshot / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(hub.folder / file, snapshot / file)
+        return str(snapshot / file)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda api, name, **options: hub.dataset_info(api, name, **options))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert [problem.prompt for problem in read(split="test")] == ["9+9?"]
+    assert [problem.prompt for problem in read(split="test", fetch=False)] == ["9+9?"]
+    message = "data.path: main/train-00000-of-00002.parquet of openai/gsm8k is not in the cache; download it"
+    with pytest.raises(PrerequisiteMissing, match=message):
+        list(read(fetch=False))
+
+
+def test_partly_downloaded_split_is_not_read_as_if_it_were_complete(cache: Path) -> None:
+    cached(cache, files={name: content for name, content in FILES.items() if "train-00001" not in name})
+    with pytest.raises(PrerequisiteMissing, match=r"data\.path: openai/gsm8k could not be downloaded from the hub and is not in the cache"):
+        list(read())
+
+
+def test_dataset_without_the_parquet_branch_is_not_an_unreachable_hub(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    hub = Hub(tmp_path / "remote", {"data.csv": "a,b"})
+
+    def info(api: object, name: str, revision: str | None = None) -> SimpleNamespace:
+        if revision:
+            raise RevisionNotFoundError("no", response=httpx.Response(404, request=httpx.Request("GET", "https://hub")))
+        return hub.dataset_info(api, name)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
+    with pytest.raises(UserError, match=r"has no \.parquet, \.jsonl or \.json files"):
+        list(read())

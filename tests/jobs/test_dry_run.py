@@ -132,12 +132,15 @@ def test_held_out_rows_that_are_trained_on_are_counted(folder: Path) -> None:
     held_out = rows(folder.parent / "eval.jsonl", [{"prompt": " 1 + 2 =\n", "answer": "3"}, {"prompt": "9 + 9 =", "answer": "18"}])
     named = {"sets": {"own": {"path": held_out}}}
     created = recipe(folder, data={"eval_path": held_out}, evaluation=named)
-    assert leaks_in(inspect_sets(created.data, created.evaluation, ["rl"]), ["rl"]).startswith(
+    assert leaks_in(inspect_sets(created.data, created.evaluation, ["rl"]), created.data, ["rl"]).startswith(
         "2 of 4 held-out problems are trained on too"
     )
     own = recipe(folder, data={"eval_path": held_out, "sft_path": rows(folder.parent / "sft.jsonl", [{"prompt": "3", "answer": "3"}])})
     reports = inspect_sets(own.data, own.evaluation, ["sft"])
-    assert leaks_in(reports, ["sft"]) == "" and leaks_in(reports, ["sft", "rl"]).startswith("1 of 2")
+    assert leaks_in(reports, own.data, ["sft"]) == "" and leaks_in(reports, own.data, ["sft", "rl"]).startswith("1 of 2")
+    assert leaks_in(reports, own.data, ["draft"]) == "", "the stage draft trains no trunk"
+    generated = own.data.model_copy(update={"sft_path": None, "sft_task": own.data.task})
+    assert own.data.task is None or leaks_in(reports, generated, ["sft"]) == ""
 
 
 def test_weights_of_a_7b_model_are_checked_without_torch(tmp_path: Path) -> None:
