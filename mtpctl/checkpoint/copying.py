@@ -146,7 +146,8 @@ def newest_copy(store: ObjectStore) -> str | None:
 def fetch_run(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) -> str | None:
     """Fetch the newest intact checkpoint and the run's other files into a run directory without checkpoints.
 
-    Damaged checkpoints are reported and skipped. A retry reuses the files that were already fetched.
+    Damaged checkpoints are reported and skipped. The checkpoint comes last: if it is there, so is everything else. A retry reuses the files
+    that were already fetched.
 
     Returns:
         The name of the checkpoint; None if the copy has none.
@@ -156,6 +157,17 @@ def fetch_run(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) 
         StoreFailed: if the store fails.
     """
     checkpoints = _list_in_store(store)
+    if not checkpoints:
+        return None
+    for folder in _STATIC_FOLDERS:
+        try:
+            if (listing := _read_listing_in_store(store, folder)) is not None and not (run_dir / folder).exists():
+                _fetch_folder(store, folder, listing, run_dir)
+        except Damaged as error:
+            raise UserError(f"{COPY_URL_FIELD}: {store.url}/{folder}/{error}; restore the file, or name another URL") from error
+    for file in _RUN_FILES:
+        if (contents := store.read(file)) is not None:
+            (run_dir / file).write_bytes(contents)
     for name in sorted(checkpoints, key=lambda name: checkpoints[name].number, reverse=True):
         report(f"fetching {name}, {checkpoints[name].nbytes / (1 << 20):,.1f} MiB, from {store.url}")
         try:
@@ -163,20 +175,9 @@ def fetch_run(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) 
         except Damaged as error:
             report(f"{name} in {store.url} is damaged: {error}")
             continue
-        for folder in _STATIC_FOLDERS:
-            try:
-                if (listing := _read_listing_in_store(store, folder)) is not None and not (run_dir / folder).exists():
-                    _fetch_folder(store, folder, listing, run_dir)
-            except Damaged as error:
-                raise UserError(f"{COPY_URL_FIELD}: {store.url}/{folder}/{error}; restore the file, or name another URL") from error
-        for file in _RUN_FILES:
-            if (contents := store.read(file)) is not None:
-                (run_dir / file).write_bytes(contents)
         write_latest(run_dir / CHECKPOINTS / name)
         return name
-    if checkpoints:
-        raise UserError(f"{COPY_URL_FIELD}: every checkpoint in {store.url} is damaged; restore their files, or name another URL")
-    return None
+    raise UserError(f"{COPY_URL_FIELD}: every checkpoint in {store.url} is damaged; restore their files, or name another URL")
 
 
 def _fetch_folder(store: ObjectStore, name: str, listing: Listing, run_dir: Path) -> None:

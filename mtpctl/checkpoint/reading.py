@@ -124,6 +124,7 @@ def check_shards(checkpoint: Path) -> None:
 def convert_read_errors(path: Path) -> Iterator[None]:
     """Convert errors of reading the checkpoint at `path` within the block into a one-line UserError."""
     import torch
+    from megatron.core.dist_checkpointing.core import CheckpointingException
     from torch.distributed.checkpoint import CheckpointException
 
     _restrict_torch()
@@ -136,7 +137,7 @@ def convert_read_errors(path: Path) -> Iterator[None]:
         raise _read_error(path, cause) from error
     except torch.OutOfMemoryError:
         raise
-    except (OSError, EOFError, pickle.UnpicklingError, RuntimeError, ValueError) as error:
+    except (CheckpointingException, OSError, EOFError, pickle.UnpicklingError, RuntimeError, ValueError) as error:
         raise _read_error(path, error) from error
 
 

@@ -31,7 +31,7 @@ from mtpctl.checkpoint.finding import ENGINE_FILE, REPLACED, next_number
 from mtpctl.checkpoint.listing import Checksum, Entry, flush, write_listing
 from mtpctl.checkpoint.reading import convert_read_errors, tensors_in
 from mtpctl.compat import megatron_core
-from mtpctl.errors import SaveFailed, UserError
+from mtpctl.errors import MtpctlError, SaveFailed, UserError
 
 _FORMAT = 1
 _METADATA_RESERVE_BYTES = 16 << 20
@@ -229,7 +229,7 @@ class Save:
                 write_listing(self.folder, self._record["number"], {**shard_entries, **added_files})
                 flush(self.folder)
                 _replace(self.path, self.folder)
-            except OSError as failure:
+            except (OSError, MtpctlError) as failure:
                 error = failure
         _raise_on_all_ranks(self.path, error)
 

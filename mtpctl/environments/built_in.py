@@ -26,9 +26,9 @@ class Calculator:
         before = turn.rpartition(self._closing)[0]
         expression = before.rpartition(self._opening)[2] if self._opening else before
         try:
-            return self._answer.format(_format_number(compute(expression)))
+            return self._answer.replace("{}", _format_number(compute(expression)))
         except (ValueError, ArithmeticError):
-            return self._answer.format("error")
+            return self._answer.replace("{}", "error")
 
 
 MAX_EXPRESSION_LENGTH = 200
@@ -113,7 +113,7 @@ class Python:
     async def reply(self, turn: str) -> str:
         """Run the code of this turn, and return its output."""
         before = turn.rpartition(self._closing)[0]
-        code = before.rpartition(self._opening)[2]
+        code = before.rpartition(self._opening)[2] if self._opening else before
         output = await asyncio.get_running_loop().run_in_executor(_CELL_THREADS, self._session.run, strip_fence(code))
         return self._answer.replace("{}", self._format_output(output))
 

@@ -53,7 +53,7 @@ class EnvironmentTrial:
     def check_text(self, tokenizer: ChatTokenizer) -> None:
         """Raise UserError for a stop string that decoded text cannot contain, and for chat messages that the template rejects."""
         for stop in sorted(self.stops):
-            if not tokenizer.decode(tokenizer.encode(stop)).strip():
+            if stop.strip() and not tokenizer.decode(tokenizer.encode(stop)).strip():
                 raise UserError(
                     f"{ENVIRONMENT_KEY}: stop: {stop!r} is a special token, which decoded text never contains; set stop = [] to end turns "
                     "at the end token"

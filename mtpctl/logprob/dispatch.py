@@ -17,7 +17,7 @@ import heapq
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 
 from mtpctl.cluster.replicas import Replicas, Slot
@@ -67,10 +67,12 @@ class FairQueue:
     def put(self, item: QueuedRequest, *, first: bool = False) -> None:
         """Append to the caller's queue. With `first`, for requests of a failed batch, insert at its head and refund the account."""
         caller = item.request.caller
+        has_account = caller in self._queues
         queue = self._queues.setdefault(caller, _CallerQueue(self._level))
         if first:
             queue.waiting.appendleft(item)
-            queue.account -= item.tokens
+            if has_account:
+                queue.account -= item.tokens
         else:
             if not queue.waiting:
                 queue.account = max(queue.account, self._level)
@@ -244,7 +246,7 @@ class Dispatcher:
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], list[QueuedRequest]] = {}
         self._ended_at: dict[int, float] = {}
 
     def available_versions(self) -> list[int]:
@@ -271,8 +273,12 @@ class Dispatcher:
         """Stop sending batches, and fail all requests: queued, in flight and future ones."""
         self._closed = True
         self.dispatch_ready()
-        for task in self._tasks:
+        for task, batch in list(self._tasks.items()):
             task.cancel()
+            for item in batch:  # A task that is cancelled before it begins does not fail its batch itself.
+                if not item.answer.done():
+                    item.answer.set_exception(_ended_error())
+        self._idle.set()
 
     def dispatch_ready(self) -> None:
         """Send all batches that can be sent, and fail requests that no replica will ever answer."""
@@ -299,7 +305,7 @@ class Dispatcher:
                 if batch:
                     slot.num_requests += 1
                     self._idle.clear()
-                    self._start(self._run(slot, replica, batch, version, replica.score([i.request for i in batch], version)))
+                    self._start(self._run(slot, replica, batch, version, replica.score([i.request for i in batch], version)), batch)
                     return True
         return False
 
@@ -312,11 +318,6 @@ class Dispatcher:
         except (ReplicaDead, TimeoutError) as error:
             self.replicas.report_failure(slot, replica, error)
             self._requeue(batch, error, died=True)
-        except asyncio.CancelledError:
-            for item in batch:
-                if not item.answer.done():
-                    item.answer.set_exception(_ended_error())
-            raise
         except Exception as error:
             # The pass failed, perhaps because a rank has died. In that case the other ranks hang in a collective and do not answer the
             # ping.
@@ -388,17 +389,19 @@ class Dispatcher:
 
     async def check_alive(self, slot: Slot[Replica], replica: Replica) -> bool:
         """Ping a replica, and restart it if it does not answer. Returns whether it answered."""
+        # The ping waits for a batch that was sent in advance. `num_requests` still includes the caller's own.
+        timeout_s = RANK_DEADLINE_S + self.limits.batch_deadline_s * max(0, slot.num_requests - 1)
         try:
-            await asyncio.wait_for(replica.ping(), RANK_DEADLINE_S)
+            await asyncio.wait_for(replica.ping(), timeout_s)
         except (ReplicaDead, TimeoutError) as error:
             self.replicas.report_failure(slot, replica, error)
             return False
         return True
 
-    def _start(self, coroutine: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _start(self, coroutine: Coroutine[None, None, None], batch: list[QueuedRequest]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks[task] = batch
+        task.add_done_callback(self._tasks.pop)
 
 
 def _caller_error(error: Exception) -> MtpctlError:

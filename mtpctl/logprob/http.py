@@ -123,7 +123,12 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
 
     @api.get("/version")
     async def version() -> dict[str, object]:
-        return {"version": server.version, "held": server.dispatcher.available_versions(), "model": name, "mtpctl": version_of("mtpctl")}
+        return {
+            "version": server.version,
+            "available": server.dispatcher.available_versions(),
+            "model": name,
+            "mtpctl": version_of("mtpctl"),
+        }
 
     @api.get("/v1/models")
     async def models() -> dict[str, object]:
@@ -260,7 +265,11 @@ def _check_size(server: LogprobServer, requests: list[ScoreRequest], numbers_per
         raise RequestRefused(f"{tokens} tokens are more than the {server.limits.queue_tokens} that may wait; send several requests")
     if tokens * numbers_per_token > MAX_NUMBERS:
         raise RequestRefused(f"{tokens} tokens with {numbers_per_token} numbers each are more than {MAX_NUMBERS}; send several requests")
-    server.queue.check_capacity(tokens)
+    try:
+        server.queue.check_capacity(tokens)
+    except QueueFull:
+        server.counters.queue_full += len(requests)
+        raise
 
 
 # ----------------------------------------------------------------------------------------------------------- answers

@@ -172,7 +172,8 @@ class ScoreRank:
 
         self._manifest = Manifest.from_dict(manifest)
         if self._manifest.transport == "storage":
-            # All sections at once, which also deletes earlier versions. Without digests: this host does not know its place in the chain.
+            # All sections at once, which also deletes earlier versions. Without digests, because this host does not know its position in
+            # the chain of relays.
             prefetch([replace(self._manifest, digests={})])
         plan = self._manifest.sections[section]
         entries = plan.tensors()
@@ -237,7 +238,8 @@ class ScoreRank:
         """Write buckets of the open section. Raises SyncError for a bucket that is out of order or does not arrive."""
         expected = list(range(self._received, self._received + len(indices)))
         if not self._is_open or list(indices) != expected:
-            raise SyncError(f"bucket {indices[0]} arrived instead of bucket {self._received if self._is_open else 'none'}")
+            expectation = f"instead of bucket {self._received}" if self._is_open else "but no section is open"
+            raise SyncError(f"bucket {indices[0]} arrived, {expectation}")
         try:
             for bucket, data in self._reader.stream(self._section, [self._plan.wire_buckets[index] for index in indices]):
                 if self._stream is None:
@@ -337,12 +339,16 @@ class ScoreRank:
                     stream.add(name, adapter.merged(name, weight))
         self._finish_stream(stream)
 
-    def abort_update(self) -> None:
-        """Abort the update with all of its sections. Raises TargetDirty if the weights are a mix of two versions."""
+    def abort_update(self) -> list[int]:
+        """Abort the update with all of its sections. Returns the available versions, newest first.
+
+        Raises TargetDirty if the weights are a mix of two versions.
+        """
         self._stream, self._incoming_adapter, self._is_open = None, None, False
         self._reader_cache.fail("a log-prob replica aborted the update")
         self._finished = set()
         self.weights.abort()
+        return self.weights.versions
 
     def checksums(self) -> dict[str, str]:
         """Checksum of every exported tensor, by its Hugging Face name.

@@ -39,7 +39,7 @@ class Ranks(Protocol):
 
 
 class Replica:
-    """A `WeightTarget` that scores. `versions` mirrors the versions of its ranks."""
+    """A `WeightTarget` that scores. `versions`: those of its ranks, which are read from them after an abort."""
 
     def __init__(self, ranks: Ranks, bounds: Bounds, version: int, *, keep_previous: bool, name: str = "log-prob replica") -> None:
         self.ranks, self.bounds, self.name = ranks, bounds, name
@@ -89,7 +89,8 @@ class Replica:
 
     async def abort_update(self) -> None:
         self._incoming = None
-        await self.ranks.call(ScoreRank.abort_update)
+        # A call that was cancelled has continued on the ranks, so they may have completed the version.
+        self.versions = await self.ranks.call(ScoreRank.abort_update)
 
     async def checksums(self, *sections: Section) -> dict[str, str]:
         """Checksums of all tensors by wire name. `sections` is ignored, because an adapter is merged into weights of another section."""

@@ -45,7 +45,7 @@ class GenerationChunk:
 
     Attributes:
         spans: `(start, end, version)` over `tokens`.
-        routes: routes of the prompt and the response, from the first prompt token on for which the sample has none.
+        routes: of prompt and response tokens, from the first token for which the sample has none.
         num_cached_tokens: prompt tokens that were in the prefix cache; None if the engine has no prefix cache.
         keeps_kv: the engine keeps the KV cache across weight updates, so all spans but the first count as stale.
     """
@@ -115,7 +115,8 @@ class Engine(ABC):
         chunk_start = len(sample.response_ids)
         self._append_chunk(sample, chunk)
         sample.spent_s += seconds
-        sample.finish_reason = DEADLINE if timed_out else chunk.finish_reason
+        # A response may end by itself while its abort is in progress.
+        sample.finish_reason = DEADLINE if timed_out and chunk.finish_reason == ABORTED else chunk.finish_reason
         if request.stop:
             self._truncate_at_stop(chunk_start, sample, request.stop)
         return sample

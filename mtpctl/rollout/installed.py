@@ -27,7 +27,10 @@ def check_engine(recipe: Recipe) -> None:
 
 
 def check_engine_installed(recipe: Recipe) -> None:
-    """Raise PrerequisiteMissing if the engine's package or Python environment is missing. A run that joins a cluster needs no vLLM here."""
+    """Raise PrerequisiteMissing if vLLM is not installed, or if rollout.python is not set for SGLang.
+
+    A run that joins a cluster needs no vLLM here.
+    """
     rollout = recipe.rollout
     if isinstance(rollout, SglangConfig):
         if rollout.python is None:

@@ -84,7 +84,7 @@ def encode(new: torch.Tensor, old: torch.Tensor, change: Change, positions: torc
     if change.layout == "bitmap":
         _write_bitmap(new, _integers(old), blob, values)
         return blob
-    assert positions is not None, "few elements changed"
+    assert positions is not None, "layout offsets needs the positions"
     counts, offsets = _offset_views(change, blob)
     bounds = torch.searchsorted(positions, torch.arange(0, (len(counts) + 1) * BLOCK, BLOCK, device=blob.device))
     counts.copy_(bounds.diff())

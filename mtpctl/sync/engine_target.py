@@ -200,6 +200,9 @@ class EngineTarget:
         # A dropped section changes no weights, so it does not make the version live, unless it is the version's last section.
         version = plan.version if complete or not active.discards else state.version
         if not active.skipped:
+            if active.section == "adapter" and not active.discards:
+                # From here on the engine has the new version, but not its adapter yet.
+                state.overwritten.add("adapter")
             await self._with_deadline(self._client.finish(version), "closing a weight session")
             state.session_open = False
             if active.section == "adapter" and not active.discards:
@@ -282,22 +285,22 @@ class EngineTarget:
             await self._with_deadline(self._client.load_adapter(ADAPTER, ADAPTER_ID, str(self.adapter)), "reloading an adapter")
 
     async def _load_adapter(self, version: int, store: str) -> None:
-        """Load the received adapter. If vLLM refuses it, the previous adapter and its version are restored."""
+        """Load the received adapter. If the engine rejects it, restores the previous adapter and version, and raises SyncError."""
         if self._adapters is None:
             self._adapters = adapter_root(store, f"{os.getpid()}-{id(self):x}")
         folder = self._adapters / f"v{version:08d}"
         await self._with_deadline(self._client.rpc("mtpctl_write_adapter", str(folder)), "writing an adapter")
         try:
             await self._with_deadline(self._client.load_adapter(ADAPTER, ADAPTER_ID, str(folder)), "loading an adapter")
-        except MtpctlError:
-            raise
         except Exception as error:
+            if isinstance(error, MtpctlError) and not isinstance(error, SyncError):
+                raise
             # Closing the session has set the new version. Open and close another one with the previous version, which new tokens must have.
             await self._with_deadline(self._client.start(draft=False), "opening a weight session")
             await self._with_deadline(self._client.finish(self.version), "closing a weight session")
             await self._reload_adapter()
+            self.state.overwritten.discard("adapter")
             raise SyncError(f"the engine refuses the adapter of version {version}: {error}") from error
-        self.state.overwritten.add("adapter")
         self.state.adapter = folder
         await self._with_deadline(self._client.rpc("mtpctl_drop_adapters", str(folder)), "removing the previous adapter")
 

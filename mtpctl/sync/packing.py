@@ -26,7 +26,7 @@ from mtpctl.sync.transports.base import BucketWriter
 QUANTIZED_BYTES = 192 << 20
 """Exported tensors are quantized together at this many bytes. Until then they stay in memory, and may be views of larger tensors."""
 MAX_PENDING_BYTES = 64 << 20
-"""The same for copies into a bucket, which are started together."""
+"""Copies into a bucket are started together at this many bytes. Until then their sources stay in memory."""
 PREFETCH_BYTES = 256 << 20
 """Largest tensor whose previous values are copied to the GPU ahead of time, which bounds the additional GPU memory."""
 
@@ -264,7 +264,7 @@ class Packer:
         yield from self._quantized(pending)
 
     def _quantized(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors, each that is sent in FP8 as its values and then its scales."""
+        """Yield the tensors. A tensor that is sent in FP8 is yielded as its values, then its scales."""
         matrices = iter(quantize_all([tensor for name, tensor in tensors if name in self.quantized]))
         for name, tensor in tensors:
             if name not in self.quantized:

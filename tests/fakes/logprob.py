@@ -42,7 +42,8 @@ class FakeRank:
     def finish_update(self) -> None:
         self.version = self.incoming
 
-    def abort_update(self) -> None: ...
+    def abort_update(self) -> list[int]:
+        return [self.version]
 
     def checksums(self) -> dict[str, str]:
         return {"w": "another"}

@@ -245,7 +245,7 @@ def test_health_version_metrics_and_the_openapi_page(served: Served, client: htt
         assert "/v1/logprobs" in anonymous.get("/openapi.json").json()["paths"]
         assert anonymous.get("/docs").status_code == 200
         assert [anonymous.get(path).status_code for path in ("/version", "/metrics")] == [401, 401]
-    assert client.get("/version").json()["held"] == [0]
+    assert client.get("/version").json()["available"] == [0]
     listed = client.get("/v1/models").json()
     assert listed["object"] == "list" and [(each["id"], each["object"]) for each in listed["data"]] == [("tiny", "model")]
     values = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if not line.startswith("#"))

@@ -248,7 +248,8 @@ def _parse_grammar(sampling: Sampling) -> dict[str, object]:
             else {"json": response_format.json_schema.schema_}
         )
     if sum(map(len, (json.dumps(constraint) for constraint in grammar.values()))) > MAX_GRAMMAR_LENGTH:
-        raise RequestInvalid(f"response_format: the grammar has more than {MAX_GRAMMAR_LENGTH} characters; send a smaller one")
+        key = "response_format" if structured is None else "structured_outputs"
+        raise RequestInvalid(f"{key}: the grammar has more than {MAX_GRAMMAR_LENGTH} characters; send a smaller one")
     return grammar
 
 
@@ -438,5 +439,5 @@ def _parse_arguments(function: Function) -> object:
         return function.arguments
     try:
         return json.loads(function.arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return function.arguments

@@ -182,7 +182,7 @@ class Trajectory:
                 start.extends.busy = False
 
     def end(self) -> list[Sample]:
-        """End the trajectory, and cancel answers in progress. Returns its samples in the order of their start."""
+        """End the trajectory, and cancel answers in progress. Returns its samples in the order of their first complete answers."""
         self._ended = True
         for task in self._in_progress:
             task.cancel()
@@ -210,7 +210,8 @@ class Trajectory:
             )
         except UserError as error:
             raise RequestInvalid(f"messages: {error}") from error
-        rewrites_history = any(message.role == "assistant" for message in chat.messages)
+        # The first request of a trajectory may begin with examples of answers.
+        rewrites_history = bool(self._conversations) and any(message.role == "assistant" for message in chat.messages)
         return _AnswerStart(self._new_sample(ids_of(ids)), history, [], rewrites_history=rewrites_history)
 
     def _find_turn(self, history: list[str], tools_key: str) -> tuple[Conversation, Turn] | None:
@@ -281,11 +282,11 @@ class Trajectory:
         return Answer(message, reason, tokens, sample.behaviour_logprobs[start_length:].tolist(), prompt_length)
 
     def _record_answer(self, start: _AnswerStart, sample: Sample, message: ChatMessage, end_token: int | None, tools_key: str) -> None:
-        conversation = start.extends
+        conversation, history = start.extends, [*start.history, message_key(message)]
         if conversation is None:
             self._conversations.append(conversation := Conversation(sample, tools_key))
         conversation.sample = sample
-        conversation.history = [*start.history, message_key(message)]
+        conversation.history = history
         conversation.turns = [*start.turns, Turn(len(conversation.history), len(sample.response_ids), end_token)]
         self.num_rewritten_histories += start.rewrites_history
         self.answers += 1

@@ -84,6 +84,7 @@ class SglangEngine(Engine):
         self._settings = settings
         self._not_paused = asyncio.Event()
         self._not_paused.set()
+        self._aborted = asyncio.Event()
         self._submitted_rids: set[str] = set()
         self._rids_changed = asyncio.Condition()
         self._rendezvous: TCPStore | None = None
@@ -149,12 +150,21 @@ class SglangEngine(Engine):
         return self._chunk(output)
 
     async def _wait_until_running(self, timeout_s: float) -> bool:
-        """Wait until the engine is not paused, for at most `timeout_s`. Returns whether it is running."""
+        """Wait until the engine is not paused, for at most `timeout_s` and until an abort. Returns whether it is running."""
+        if self._not_paused.is_set():
+            return True  # without giving other coroutines a turn, which might abort a request that is not submitted yet
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._not_paused, self._aborted)]
         try:
-            await asyncio.wait_for(self._not_paused.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self._not_paused.is_set()
+
+    def _end_waiting_requests(self) -> None:
+        """End the requests that wait for the end of the pause. Later requests wait for the next event."""
+        self._aborted.set()
+        self._aborted = asyncio.Event()
 
     def _sampling_params(self, request: GenerationRequest, max_tokens: int) -> dict[str, object]:
         if request.top_p < 1 or request.top_k:
@@ -209,6 +219,7 @@ class SglangEngine(Engine):
 
         self._not_paused.clear()
         if mode == "abort":
+            self._end_waiting_requests()
             await self._with_deadline(self._abort([rid.removesuffix(".") for rid in self._submitted_rids]), "aborting responses")
         if mode != "keep":
             async with self._rids_changed:

@@ -72,6 +72,10 @@ ADAPTER_HINT = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve … 
 SLEEP_HINT = "start it with --enable-sleep-mode as well, or set sync.release_kv: false"
 
 
+_KV_RELEASED = "to be resident"
+"""Part of vLLM's error if the memory of the KV cache is released already."""
+
+
 def _error_message(body: str) -> str:
     """The message of vLLM's error response, reduced to the worker's error if it contains one."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -188,7 +192,8 @@ class ServedEngine:
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
         """Pause, apply the update, resume.
 
-        A server that is already paused may have partial weights of a killed sync, so it is resumed only after a complete update.
+        A server that is already paused may have partial weights of a killed sync, so it is resumed only after a complete update. That sync
+        may also have released the KV cache.
         """
         started_at = time.monotonic()
         query = urllib.parse.urlencode({"mode": mode, "clear_cache": "false" if self._keep_kv else "true"})
@@ -203,8 +208,12 @@ class ServedEngine:
             await self.client.request(f"/pause?{query}")
             self._paused = True
             if self._release_kv:
-                await self.client.request("/release_kv_cache_memory", hint=SLEEP_HINT)
-                kv_released = True
+                kv_released = True  # The server may release it even if this call fails.
+                try:
+                    await self.client.request("/release_kv_cache_memory", hint=SLEEP_HINT)
+                except SyncError as error:
+                    if not (was_paused and _KV_RELEASED in str(error)):
+                        raise
             report = await update_target(self.target, manifest, verify=verify, deadline_s=deadline_s, sections=self._sections)
             update_applied = True
         except SyncError as error:
@@ -216,8 +225,10 @@ class ServedEngine:
         finally:
             # A server whose weights may be a mix of versions stays paused until a later sync succeeds, or until it is restarted.
             if not self.target.dirty and (update_applied or not was_paused):
-                if kv_released:
-                    await self.client.request("/wake_up?tags=kv_cache", hint=SLEEP_HINT)
+                if kv_released or was_paused:
+                    # A cache that was not released stays as it is. A server without sleep mode has none that was.
+                    with contextlib.nullcontext() if kv_released else contextlib.suppress(UserError, SyncError):
+                        await self.client.request("/wake_up?tags=kv_cache", hint=SLEEP_HINT)
                 await self.client.request("/resume")
                 self._paused = False
         return replace(report, stall_seconds=time.monotonic() - started_at)

@@ -30,7 +30,10 @@ LOAD_FORMAT = "mtpctl_fp8"
 DRAFTER_QUANTIZED = "drafter"
 PRECISION = "precision"
 FOLDER = "folder"
-"""Keys of `model_loader_extra_config`: whether MTP layers are quantized too, the precision of the trainer, and the model's folder."""
+"""Keys of `model_loader_extra_config`.
+
+DRAFTER_QUANTIZED: whether MTP layers are quantized too. PRECISION: the trainer's precision. FOLDER: the model's folder.
+"""
 
 
 @cache

@@ -115,7 +115,8 @@ def install() -> None:
         exact.install_exact,  # must follow install_gemm and install_rotary, whose functions it wraps
         invariant.install_invariant,
         exact.install_exact_experts,
-        verification.install_verification,  # must precede install_drafter, which reads keyword arguments bound here
+        # Before install_drafter, whose wrapper reads keyword arguments that the wrapper of verification passes on by position.
+        verification.install_verification,
         drafter.install_drafter,
         drafter.install_depths,
         drafter.install_mimo_v2_layers,

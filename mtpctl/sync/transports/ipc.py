@@ -18,6 +18,7 @@ from typing import cast
 
 import torch
 
+from mtpctl.errors import PrerequisiteMissing
 from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.transports.base import Address, BucketReader, Control, PushWriter, TransferStats, join
@@ -38,7 +39,14 @@ class _SharedBuffers:
             return
         directory = "/dev/shm" if Path("/dev/shm").is_dir() else None
         descriptor, path = tempfile.mkstemp(prefix=f"mtpctl-ipc-{os.getpid()}-", dir=directory)
-        os.posix_fallocate(descriptor, 0, 2 * nbytes)
+        try:
+            os.posix_fallocate(descriptor, 0, 2 * nbytes)
+        except OSError as error:
+            os.close(descriptor)
+            os.unlink(path)
+            raise PrerequisiteMissing(
+                f"{path}: no room for {2 * nbytes} bytes of weights in transfer ({error.strerror}); free space there"
+            ) from error
         memory = torch.frombuffer(mmap.mmap(descriptor, 2 * nbytes), dtype=torch.uint8)
         os.close(descriptor)
         self.path, self.buffers = Path(path), [memory[:nbytes], memory[nbytes:]]

@@ -53,5 +53,11 @@ async def test_a_request_that_is_aborted_at_once_ends() -> None:
     await asyncio.sleep(0)
     await asyncio.wait_for(engine._abort(list(engine._in_flight)), 5)
     assert (await asyncio.wait_for(cut, 5)).finish_reason == ABORTED
+    engine._not_paused.clear()
+    waiting = ask("waiting", 60)
+    await asyncio.sleep(0.01)
+    engine._end_waiting_requests()
+    assert (await asyncio.wait_for(waiting, 5)).finish_reason == ABORTED, "it waits for the end of the pause"
+    engine._not_paused.set()
     late = ask("late", 0.001)
     assert (await asyncio.wait_for(late, 5)).finish_reason == DEADLINE

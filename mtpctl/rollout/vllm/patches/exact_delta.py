@@ -138,7 +138,8 @@ def _split_by_drafts(metadata: GDNAttentionMetadata) -> Iterator[tuple[Tensor | 
 
 
 def _reset_new_sequences(upstream_build: Callable[..., GDNAttentionMetadata]) -> Callable[..., GDNAttentionMetadata]:
-    """Wrap the builder of metadata: new sequences have no accepted tokens, so that they start without a state, and others at least one.
+    """Wrap the builder of metadata: set the number of accepted tokens to 0 for new sequences, which then start without a state, else to at
+    least 1.
 
     If a prompt has one token, vLLM adds drafts to its first step, and continues from the state that its slot happens to contain.
     """
