@@ -45,6 +45,7 @@ class CheckpointCopier:
         self._retry_deadline: float | None = None  # set when the run is ending
         self._failures_since_copy = 0
         self._num_failures, self._num_uncopied = 0, 0
+        self._num_replaced = 0  # the checkpoints that the current copy makes superfluous, and itself
         self._seconds: float | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint copies", daemon=True)
@@ -95,13 +96,12 @@ class CheckpointCopier:
         with self._changed:
             self._changed.wait_for(lambda: self._queued_checkpoint is not None or self._retry_deadline is not None)
             self._current_checkpoint, self._queued_checkpoint = self._queued_checkpoint, None
+            self._num_replaced = self._num_uncopied
             return self._current_checkpoint
 
     def _copy(self, checkpoint: Path) -> None:
         """Copy a checkpoint. Retries unless it is damaged, a newer one is queued, or the deadline of an ending run has passed."""
         delay = FIRST_DELAY_S
-        with self._changed:
-            num_uncopied = self._num_uncopied
         while True:
             started_at = time.monotonic()
             try:
@@ -110,16 +110,18 @@ class CheckpointCopier:
                 self._record_failure(error)
             except (Damaged, OtherVersion) as error:
                 path = f"{checkpoint.parent.parent}/" if isinstance(error, Damaged) else ""
-                self._record_result(num_uncopied)
+                self._record_result()
                 return self._report(f"{path}{error}; {checkpoint.name} is not copied")
             else:
-                num_failures = self._record_result(num_uncopied, time.monotonic() - started_at)
+                num_failures = self._record_result(time.monotonic() - started_at)
                 if num_failures:
                     self._report(f"{checkpoint.name} is in {self.store.url}, after {num_failures} failed attempts")
                 return
             with self._changed:
-                timeout = delay if self._retry_deadline is None else min(delay, FIRST_DELAY_S)
-                self._changed.wait_for(lambda: self._queued_checkpoint is not None, timeout)
+                # Also ends at once when `finish` begins: `delay` may be minutes.
+                is_ending = self._retry_deadline is not None
+                if self._queued_checkpoint is None:
+                    self._changed.wait(min(delay, FIRST_DELAY_S) if is_ending else delay)
                 if self._queued_checkpoint is not None or (self._retry_deadline is not None and time.monotonic() > self._retry_deadline):
                     return
             delay = min(2 * delay, MAX_DELAY_S)
@@ -132,10 +134,10 @@ class CheckpointCopier:
         if is_first_failure:
             self._report(f"{error}; training continues, and the copy is retried")
 
-    def _record_result(self, num_uncopied: int, seconds: float | None = None) -> int:
+    def _record_result(self, seconds: float | None = None) -> int:
         """Record a copy that took `seconds`; None if the checkpoint cannot be copied. Returns the number of failed attempts before it."""
         with self._changed:
-            self._num_uncopied -= num_uncopied
+            self._num_uncopied -= self._num_replaced
             self._current_checkpoint = None
             if seconds is None:
                 return 0

@@ -61,7 +61,7 @@ class ElasticRollout:
 
     @contextlib.asynccontextmanager
     async def watch(self) -> AsyncIterator[None]:
-        """Answer requests and scale once a second while the block runs. An error is raised when the block ends."""
+        """Answer requests and scale once a second while the block runs. An error of these is raised at its end, unless the block fails."""
         if self._earlier_request:
             is_clipped = self.requested_replicas != self._earlier_request
             clip_note = f", but rollout.replicas allows {self.requested_replicas}" if is_clipped else ""
@@ -71,8 +71,9 @@ class ElasticRollout:
             yield
         finally:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            (error,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(error, Exception):
+            raise error
 
     @contextlib.asynccontextmanager
     async def scale(self, membership: Membership, claim: Claim) -> AsyncIterator[None]:
@@ -129,9 +130,14 @@ class ElasticRollout:
             node_id = self._bundles.by_actor[_actor_name(index)].node_id
             if node_id not in live_node_ids or node_id in draining_node_ids:
                 self._leave(membership, index, "its host is being drained" if node_id in live_node_ids else "its host is lost")
-        for index in membership.occupied_slots[: -self.requested_replicas]:
+        staying = [index for index in membership.occupied_slots if index not in self._leave_tasks]
+        for index in staying[: -self.requested_replicas]:
             self._leave(membership, index, f"{self.requested_replicas} are requested")
-        if (actor := self._starved_actor()) and not self._leave_tasks and len(membership.occupied_slots) > self.rollout.replica_range.min:
+        if (
+            (actor := self._starved_actor(live_node_ids))
+            and not self._leave_tasks
+            and len(membership.occupied_slots) > self.rollout.replica_range.min
+        ):
             self._leave(membership, membership.occupied_slots[0], f"no other host has capacity for {actor}")
         for index in [index for index in self._joining_slots if membership.is_serving(index)]:
             self._report(f"replica {index} serves")
@@ -179,13 +185,14 @@ class ElasticRollout:
         """Actors of the trainer and the log-prob server that wait for a bundle, with the start of the wait."""
         return {actor: since for actor, since in self._bundles.awaited.items() if not actor.startswith("rollout-")}
 
-    def _starved_actor(self) -> str:
+    def _starved_actor(self, live_node_ids: set[str]) -> str:
         """A trainer or log-prob actor that lost its host, and has waited `YIELD_S` since then and since a replica left; else empty."""
         latest_start = time.monotonic() - YIELD_S
-        lost_actors = self._bundles.on_lost_hosts(
-            [actor for actor, since in self._waiting_actors().items() if max(since, self._last_left_at) <= latest_start]
-        )
-        return lost_actors[0] if lost_actors else ""
+        for actor, since in self._waiting_actors().items():
+            is_lost = self._bundles.by_actor[actor].node_id not in live_node_ids
+            if is_lost and max(since, self._last_left_at) <= latest_start:
+                return actor
+        return ""
 
     def _show_wait(self, hosted_replicas: int) -> None:
         """Show that the run waits for hosts while fewer than `rollout.replicas.min` replicas have one."""

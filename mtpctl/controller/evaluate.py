@@ -223,7 +223,9 @@ class Evaluator:
 
     async def wait(self) -> None:
         """Wait until the evaluation in progress ends, and raise its error if it fails. A requested stop cancels it."""
-        if self._task is not None and await finished_before(self._task, self.state.stop_requested):
+        if self._task is None or not await finished_before(self._task, self.state.stop_requested):
+            return
+        if not self._task.cancelled():
             self._task.result()
             self._task = None
 

@@ -127,8 +127,7 @@ def _try_rewards(recipe: Recipe, problems: ProblemSets, *, check_verifiers: bool
         warning = try_reward(recipe.reward, problems.train, held_out=held_out)
     else:
         warning = check_verifier(recipe.reward, problems) if check_verifiers else ""
-    try_rewards_of_sets(recipe, problems.by_set_name)
-    return warning
+    return "; ".join(filter(None, [warning, *try_rewards_of_sets(recipe, problems.by_set_name)]))
 
 
 def check_sandbox(recipe: Recipe) -> None:
@@ -159,11 +158,16 @@ def try_reward(config: RewardConfig, problems: list[Problem], field: str = "rewa
         raise UserError(f"{field}{str(error).removeprefix('reward')}") from error
 
 
-def try_rewards_of_sets(recipe: Recipe, sets: Mapping[str, list[Problem]]) -> None:
-    """Try the reward functions that only single held-out sets use, so that a mistake is reported before the first evaluation."""
+def try_rewards_of_sets(recipe: Recipe, sets: Mapping[str, list[Problem]]) -> list[str]:
+    """Try the reward functions that only single held-out sets use, so that a mistake is reported before the first evaluation.
+
+    Returns warnings; see `try_reward`.
+    """
+    warnings = []
     for name, set_config in recipe.evaluation.sets.items():
         if set_config.reward is not None and set_config.reward.function not in ANSWER_REWARDS:
-            try_reward(set_config.reward, sets.get(name, []), f"evaluation.sets.{name}.reward")
+            warnings.append(try_reward(set_config.reward, sets.get(name, []), f"evaluation.sets.{name}.reward"))
+    return [warning for warning in warnings if warning]
 
 
 def check_verifier(config: RewardConfig, problems: ProblemSets) -> str:

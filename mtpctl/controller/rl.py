@@ -90,7 +90,9 @@ class RlStage:
         self.idle_watch = IdleWatch(recipe)
         self.hint_watch = HintWatch(recipe)
         self._replaying = False  # whether the trainer was restored, and must publish before it repeats updates
-        self._evaluation_wait_s = 0.0  # since the last update
+        self._seconds_without_updates = 0.0  # while rollout continued, since the last update
+        self._rollout_task: asyncio.Task[None]
+        self._checkpoint_task: asyncio.Task[None] | None = None
         self._update_done = asyncio.Event()  # set at the end of each update
         self._skipped_in_a_row = 0
         self._reported_messages = {""}  # of the engines, about their number of draft tokens; an empty one is never logged
@@ -127,17 +129,27 @@ class RlStage:
                 self.telemetry.event("hint", hint)
 
     async def _run_rollout_and_training(self) -> None:
-        rollout = asyncio.create_task(self.rollout.run(), name="rollout")
+        # The rates of the first update exclude an evaluation that has ended before.
+        self.clock.read_and_reset()
+        self.rollout.take_counts()
+        self._rollout_task = rollout = asyncio.create_task(self.rollout.run(), name="rollout")
         training = asyncio.create_task(self._run_training(), name="training")
         # The training task ends if it finishes, is stopped or fails. The rollout task ends only if it fails.
         await asyncio.wait({rollout, training}, return_when=asyncio.FIRST_COMPLETED)
+        rollout_failed = rollout.done()
         rollout.cancel()
         self._update_done.clear()
         if self.state.is_updating:
             # The weights cannot be saved in the middle of an update.
             await finished_before(training, self._update_done)
         training.cancel()
-        for error in await asyncio.gather(training, rollout, return_exceptions=True):
+        await asyncio.wait({training, rollout})
+        if self._checkpoint_task is not None:
+            # A checkpoint that is being written is not cancelled: `RunState.save_after_failure` publishes it.
+            await asyncio.gather(self._checkpoint_task, return_exceptions=True)
+        # If rollout failed first, an error of training may only be its consequence.
+        tasks = (rollout, training) if rollout_failed else (training, rollout)
+        for error in await asyncio.gather(*tasks, return_exceptions=True):
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             if isinstance(error, Exception):
@@ -154,14 +166,17 @@ class RlStage:
                     await self.publish()
                 return await self._run_updates()
             except TrainerLost as error:
+                if self._rollout_task.done():
+                    raise  # The run ends with the error of rollout.
                 self.clock.set("trainer", False)
                 await self.recover(error)
                 self._replaying = True
                 self._skipped_in_a_row = 0
+                # Rollout continued during the recovery, so its rates include that time.
+                self._seconds_without_updates += self.clock.read_and_reset()["timing_s/step"]
 
     async def _run_updates(self) -> None:
         """Repeat batch, update, publish, checkpoint and evaluation until all updates are done or a stop is requested."""
-        self.clock.read_and_reset()
         while self.state.step < self.recipe.train.rl.steps:
             groups = await self._next_batch()
             if groups is None:
@@ -177,13 +192,16 @@ class RlStage:
                 metrics |= self._step_metrics(metrics, seconds, groups)
                 self.telemetry.log(self.state.step, metrics, "rl")
                 self.recorder.record_update(self.state.step, groups)
-            await self.state.checkpoint_if_due(self.trainer)
+            # In a task of its own, because a checkpoint that is cancelled halfway cannot be published.
+            self._checkpoint_task = asyncio.create_task(self.state.checkpoint_if_due(self.trainer), name="checkpoint")
+            await asyncio.shield(self._checkpoint_task)
+            self._checkpoint_task = None
             if self.evaluator.is_due():
                 await self.evaluator.start(background=True)
                 if not self.evaluator.is_running:
                     # Training waited for the evaluation, so the next update's times exclude this wait. Rollout continued, so its rates
                     # include it.
-                    self._evaluation_wait_s += self.clock.read_and_reset()["timing_s/step"]
+                    self._seconds_without_updates += self.clock.read_and_reset()["timing_s/step"]
             else:
                 await self.evaluator.raise_if_failed()
 
@@ -236,21 +254,21 @@ class RlStage:
         self.state.is_updating = True
         metrics = await self.trainer.rl_step(trained_samples, self.state.version)
         seconds = time.perf_counter() - started_at
-        self._skipped_in_a_row = count_skipped(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
         updates_since_sync = self.state.step - max(self.state.synced_at, 0)
-        metrics |= trajectory_metrics(samples, self.state.version, self.recipe.async_.sync_every, updates_since_sync)
-        self._warn_of_deadlines(metrics["response/deadline_fraction"], len(samples))
-        self._warn_of_cold_cache(metrics)
         self.state.step += 1
         self.state.is_updating = False
         self._update_done.set()
+        self._skipped_in_a_row = count_skipped(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
+        metrics |= trajectory_metrics(samples, self.state.version, self.recipe.async_.sync_every, updates_since_sync)
+        self._warn_of_deadlines(metrics["response/deadline_fraction"], len(samples))
+        self._warn_of_cold_cache(metrics)
         return metrics, seconds
 
     def _step_metrics(self, metrics: dict[str, float], seconds: float, groups: list[Group]) -> dict[str, float]:
         """Rates and shares over the interval that ends with this update. Removes `perf/tokens` from `metrics`. Logs warnings and hints."""
         busy_times, counts = self.clock.read_and_reset(), self.rollout.take_counts()
         self.idle_watch.observe(busy_times)
-        seconds_generating, self._evaluation_wait_s = busy_times["timing_s/step"] + self._evaluation_wait_s, 0.0
+        seconds_generating, self._seconds_without_updates = busy_times["timing_s/step"] + self._seconds_without_updates, 0.0
         group_means, rollout_metrics = counts.reward_means(), counts.metrics(groups, seconds_generating)
         stability_metrics, warning = self.stability_watch.update(group_means, metrics)
         if warning is not None:

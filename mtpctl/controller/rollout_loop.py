@@ -52,7 +52,7 @@ class Admission:
     """
 
     def __init__(self, groups_per_step: int, sync_every: int, threshold: float) -> None:
-        self.limit = math.floor(groups_per_step * sync_every * (1 + threshold))
+        self.limit = math.floor(round(groups_per_step * sync_every * (1 + threshold), 6))  # 100 * 1.15 is 114.99999999999999
         self._admitted = 0
 
     @property
@@ -170,6 +170,7 @@ class RolloutLoop:
         self._admission_changed = asyncio.Event()
         self._failures = Failures()
         self._groups_dropped_in_a_row = 0
+        self._last_reward_error = ""
         self._responses_in_flight = 0
         self._rewards_in_flight = 0
 
@@ -262,9 +263,11 @@ class RolloutLoop:
         _, outcome, _ = await asyncio.gather(self._score(sample), self._reward(sample, problem), self.score_by_teacher(sample, problem))
         for part in sample.trajectory:
             part.reward, part.reward_parts = outcome.reward, outcome.parts
+        if outcome.reward is None:
+            self._last_reward_error = outcome.error
         group = self.buffer.add(sample)
         if group is not None:
-            await self._finish_group(group, outcome)
+            await self._finish_group(group)
 
     async def _score(self, sample: Sample) -> None:
         if self.score_logprobs is not None:
@@ -295,14 +298,13 @@ class RolloutLoop:
                 raise RuntimeFailure(f"sync.on_collapse: {collapse}")
             self.telemetry.event("alarm", str(collapse))
 
-    async def _finish_group(self, group: Group, last_outcome: Outcome) -> None:
+    async def _finish_group(self, group: Group) -> None:
         """Put a complete group into the buffer. Drop it if a reward is missing, or dynamic sampling finds no signal in it."""
         rewards = [sample.reward for sample in group.samples if sample.reward is not None]
         if len(rewards) < group.size:
             self.counts.unrewarded_groups += 1
-            self.recorder.record_dropped(self.state.step + 1, group, f"no reward: {last_outcome.error}")
-            last_error = last_outcome.error
-            await self._drop(group, f"reward.on_error: {{}} groups in a row were dropped (the last: {last_error}); fix the reward function")
+            self.recorder.record_dropped(self.state.step + 1, group, f"no reward: {self._last_reward_error}")
+            await self._drop(group, "reward.on_error", f"were dropped (the last: {self._last_reward_error}); fix the reward function")
             return
         self.counts.group_rewards.append(rewards)
         signal = has_signal(rewards)
@@ -315,15 +317,16 @@ class RolloutLoop:
         self.recorder.record_dropped(self.state.step + 1, group, f"no signal: every reward of its group is {rewards[0]:g}")
         await self._drop(
             group,
-            f"train.rl.dynamic_sampling: {{}} groups in a row had no signal (the last rewards were all {rewards[0]:g}); "
+            "train.rl.dynamic_sampling",
+            f"had no signal (the last rewards were all {rewards[0]:g}); "
             "see mtpctl samples RUN --worst; use easier or harder problems or a longer train.sft, or set it to false",
         )
 
-    async def _drop(self, group: Group, message: str) -> None:
-        """Drop a group, and admit another one. After too many in a row, raises RuntimeFailure(message), with their number for `{}`."""
+    async def _drop(self, group: Group, key: str, reason: str) -> None:
+        """Drop a group, and admit another one. After too many in a row, raises RuntimeFailure with the key and the reason."""
         self._groups_dropped_in_a_row += 1
         if self._groups_dropped_in_a_row >= BATCHES_WITHOUT_SIGNAL * self.recipe.train.rl.prompts_per_step:
-            raise RuntimeFailure(message.replace("{}", str(self._groups_dropped_in_a_row)))
+            raise RuntimeFailure(f"{key}: {self._groups_dropped_in_a_row} groups in a row {reason}")
         if await self.buffer.drop(group):
             self.admission.release()
             self._admission_changed.set()

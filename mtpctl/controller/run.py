@@ -132,7 +132,7 @@ class Run:
                     await asyncio.gather(startup_task, return_exceptions=True)
             # A checkpoint is written at the end of each stage, and between stages the trainer has no optimizer.
             if self.state.stop_requested.is_set() and self.state.within_stage:
-                path = await self.state.retry_while_disk_full(lambda: self.state.checkpoint(trainer))
+                path = await self.state.retry_while_disk_full(lambda: self.state.checkpoint_at_stop(trainer))
                 result = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
                 self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {result}")
                 return self.stop_handler.number
@@ -160,7 +160,15 @@ class Run:
         """Start the rollout engines and, if configured, the log-prob server."""
         if not (self.recipe.runs_logprob_server):
             return await self._start_rollout(stack), None
-        return await asyncio.gather(self._start_rollout(stack), self.services.start_logprob(stack))
+        rollout_start = asyncio.create_task(self._start_rollout(stack))
+        logprob_start = asyncio.create_task(self.services.start_logprob(stack))
+        try:
+            return await asyncio.gather(rollout_start, logprob_start)
+        finally:
+            # If one start fails, the other must not continue: it would add actors to a stack that has ended.
+            for task in (rollout_start, logprob_start):
+                task.cancel()
+            await asyncio.gather(rollout_start, logprob_start, return_exceptions=True)
 
     async def _start_rollout(self, stack: contextlib.AsyncExitStack) -> ReplicaPool:
         self.pool = await self.services.start_rollout(stack)

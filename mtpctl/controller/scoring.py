@@ -31,6 +31,7 @@ KEY_VARIABLE = "MTPCTL_TEACHER_KEY"
 """Environment variable with the API key of the teacher's server, if it requires one."""
 TEACHER_KEY = "train.rl.teacher"
 _MAX_CONNECTIONS = 32
+_CHECK_TIMEOUT_S = 30.0
 _RETRYABLE = (408, 429, 502, 503, 504)
 
 
@@ -165,7 +166,7 @@ class RemoteSource:
             headers={"authorization": f"Bearer {key}"} if key else {}, timeout=None, limits=httpx.Limits(max_connections=_MAX_CONNECTIONS)
         )
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(_CHECK_TIMEOUT_S):
                 response = await self._client.get(f"{self.name}/version")
         except (httpx.HTTPError, TimeoutError) as error:
             await self._client.aclose()
@@ -180,7 +181,11 @@ class RemoteSource:
         await self._client.aclose()
 
     async def tokenize(self, text: str) -> list[int] | None:
-        response = await self._client.post(f"{self.name}/v1/logprobs", json={"text": text})
+        try:
+            async with asyncio.timeout(_CHECK_TIMEOUT_S):
+                response = await self._post({"text": text})
+        except TimeoutError as error:
+            raise UserError(f"{TEACHER_KEY}.url: {self.name} returned no tokens within {_CHECK_TIMEOUT_S:g} s") from error
         if response.status_code == 400 and "tokenizer" in response.text:
             return None
         if response.status_code != 200:

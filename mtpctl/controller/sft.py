@@ -86,12 +86,12 @@ class SftStage:
             self.state.is_updating = True
             metrics = await update(sequences)
             seconds = time.perf_counter() - started_at
-            num_skipped = count_skipped(metrics, num_skipped, train.max_bad_steps)
             if "sft/loss" in metrics and not metrics["skipped"]:
                 self.state.losses = [*losses, metrics["sft/loss"]][-LOSS_WINDOW:]
             self.state.step += 1
             self.state.cursor = self.cursor.state_dict()
             self.state.is_updating = False
+            num_skipped = count_skipped(metrics, num_skipped, train.max_bad_steps)
             metrics |= {"timing_s/step": seconds, "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds}
             metrics |= self.state.checkpoint_copy_metrics()
             self.telemetry.log(self.state.step, metrics, self.name)

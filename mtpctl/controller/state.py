@@ -181,6 +181,11 @@ class RunState:
     """Sizes and checksums of the controller's files in the checkpoint that is being written."""
 
     @property
+    def _next_path(self) -> Path:
+        """The folder of a checkpoint of the current step."""
+        return self.root / f"{self.stage}-{self.step:06d}{'-end' if self.stage in self.ended else ''}"
+
+    @property
     def within_stage(self) -> bool:
         """Whether a stage has begun and not ended."""
         return bool(self.stage) and self.stage not in self.ended
@@ -260,7 +265,7 @@ class RunState:
             await self.publish_pending(trainer)
         except SaveFailed as failure:
             self._record_failure(failure, "the next checkpoint replaces it")
-        path = self.root / f"{self.stage}-{self.step:06d}{'-end' if self.stage in self.ended else ''}"
+        path = self._next_path
         with self.show_wait(f"trainer: saving {path.name}"):
             folder = await trainer.begin_save(path)
         # State and buffer are snapshots of this moment; rollout continues while the buffer is written.
@@ -276,6 +281,17 @@ class RunState:
         # The interval starts after the write: otherwise a large model, whose checkpoints take minutes, would only write checkpoints.
         self.saved_at = time.monotonic()
         return path
+
+    async def checkpoint_at_stop(self, trainer: TrainerGroup) -> Path | None:
+        """Write the checkpoint of a run that stops. Returns and raises like `checkpoint`.
+
+        If the run stops before a resumed RL stage has read its buffer, the checkpoint that it resumed from is kept: another one of the same
+        step would lack the buffer.
+        """
+        path = self._next_path
+        if self.buffer is None and self.step == self.saved_step and self.pending_checkpoint is None and path.is_dir():
+            return path
+        return await self.checkpoint(trainer)
 
     async def retry_while_disk_full[T](self, save: Callable[[], Awaitable[T]]) -> T:
         """Call `save`, and retry while the disk is full. Raises RuntimeFailure after `FAILURE_PERIOD_S`."""

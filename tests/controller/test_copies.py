@@ -122,6 +122,19 @@ def test_run_without_its_store_reports_it_and_ends(run: Path) -> None:
     assert message[-1] == f"the newest checkpoint was not copied to {store.url}; start the same command again once it answers"
 
 
+def test_waiting_copier_tries_again_as_soon_as_the_run_ends(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    store.down = True
+    copier, messages = copies_in(store, run)
+    monkeypatch.setattr(module, "FIRST_DELAY_S", 3600.0)
+    copier.queue(make_checkpoint(run, "rl-000002"))
+    wait_for(lambda: messages)
+    monkeypatch.setattr(module, "FIRST_DELAY_S", 0.001)
+    store.down = False
+    asyncio.run(asyncio.wait_for(copier.finish(), WAIT_S))
+    assert messages[-1].startswith("rl-000002 is in ")
+
+
 def test_bug_is_raised_instead_of_retried(run: Path) -> None:
     class Wrong(Store):
         def put(self, file: Path, name: str) -> None:

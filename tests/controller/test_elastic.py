@@ -45,8 +45,8 @@ class Hosts:
                 return bundle
         return None
 
-    def on_lost_hosts(self, actors: list[str]) -> list[str]:
-        return [actor for actor in actors if actor not in self.by_actor]
+    def lose_host_of(self, actor: str, since: float) -> None:
+        self.by_actor[actor], self.awaited[actor] = ActorBundle(Claim(actor, 1.0), "lost", None), since
 
     def release(self, actor: str) -> None:
         self.by_actor.pop(actor, None)
@@ -291,7 +291,7 @@ async def test_waiting_actor_gets_the_bundle_of_a_replica_above_the_minimum(tmp_
     """The host of a log-prob replica is lost, and rollout has filled all others before the loss was noticed."""
     async with world(tmp_path, {"a": 1, "b": 1, "c": 1}, most=3) as it:
         await it.settled(0, 1, 2)
-        it.hosts.awaited["logprob-0"] = time.monotonic()
+        it.hosts.lose_host_of("logprob-0", time.monotonic())
         it.hosts.awaited["rollout-1"] = time.monotonic() - YIELD_S
         await it.settled(0, 1, 2)
         assert not any("leaves" in line for line in it.said), "another host may join"
@@ -302,7 +302,7 @@ async def test_waiting_actor_gets_the_bundle_of_a_replica_above_the_minimum(tmp_
         del it.hosts.awaited["logprob-0"]
         await it.settled(0, 1)
         it.hosts.room["d"] = 1
-        it.hosts.awaited["trainer-0"] = time.monotonic()
+        it.hosts.lose_host_of("trainer-0", time.monotonic())
         await asyncio.sleep(0.05)
         await it.settled(0, 1)
         del it.hosts.awaited["trainer-0"]
@@ -312,9 +312,32 @@ async def test_waiting_actor_gets_the_bundle_of_a_replica_above_the_minimum(tmp_
 @in_loop
 async def test_minimum_of_replicas_stays_while_actors_wait(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 2}, least=2, most=3) as it:
-        it.hosts.awaited["trainer-0"] = time.monotonic() - YIELD_S
+        it.hosts.lose_host_of("trainer-0", time.monotonic() - YIELD_S)
         await asyncio.sleep(0.1)
         await it.settled(0, 1)
+
+
+@in_loop
+async def test_draining_and_surplus_replicas_are_counted_once(tmp_path: Path) -> None:
+    """One replica leaves with its host, and the requested number is one less: no other leaves."""
+    async with world(tmp_path, {"a": 1, "b": 1, "c": 1}, most=3) as it:
+        await it.settled(0, 1, 2)
+        it.hosts.drained.add("c")
+        it.elastic.requested_replicas = 2
+        await it.settled(0, 1)
+        assert sum("leaves" in line for line in it.said) == 1
+
+
+@in_loop
+async def test_error_of_the_run_is_not_replaced_by_one_of_scaling(tmp_path: Path) -> None:
+    for failure in (KeyError("the run"), None):
+        with pytest.raises(KeyError if failure else ValueError):
+            async with world(tmp_path / str(failure), {"a": 1}) as it:
+                await it.settled(0)
+                it.elastic._reconcile = lambda *_: int("scaling")  # type: ignore[method-assign, assignment, return-value]
+                await it.until(lambda: any("can no longer join" in line for line in it.said))
+                if failure:
+                    raise failure
 
 
 @in_loop

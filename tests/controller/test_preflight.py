@@ -200,6 +200,11 @@ def test_mistakes_in_a_reward_are_reported(tmp_path: Path, judge: str, reward: s
 def test_reward_of_zero_for_every_solution_is_a_caution(tmp_path: Path) -> None:
     code, output = check(tmp_path, "def score(response, problem, sample): return 0.0")
     assert code == 0 and "gives 0 for the solutions of the first 3 training problems themselves" in output
+    (tmp_path / "held.jsonl").write_text(ROWS)
+    judge = "def score(response, problem, sample): return 1.0\ndef zero(response, problem, sample): return 0.0"
+    sets = f"}}\nevaluation: {{sets: {{own: {{path: {tmp_path}/held.jsonl, reward: {{function: 'judge.py:zero'}}}}}}"
+    code, output = check(tmp_path, judge, sets)
+    assert code == 0 and "judge.py:zero gives 0 for the solutions" in output
 
 
 @pytest.mark.parametrize(

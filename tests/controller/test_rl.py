@@ -17,7 +17,7 @@ from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.rollout_loop import BATCHES_WITHOUT_SIGNAL
 from mtpctl.controller.state import RunState
-from mtpctl.controller.trainers import TrainerGroup
+from mtpctl.controller.trainers import TrainerGroup, TrainerLost
 from mtpctl.data.problems import Problem, PromptCursor
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
@@ -285,6 +285,66 @@ def test_rollout_failure_during_an_update_waits_for_the_update(tmp_path: Path) -
     assert (state.step, state.is_updating, len(world.batches)) == (2, False, 2)
 
 
+class FailsOnce(FakeGenerator):
+    """Fails after eight groups, once `under_way` is set."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, lambda s: str(s.index))
+        self.under_way = asyncio.Event()
+
+    async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
+        async for sample in super().generate(requests):
+            yield sample
+            if int(sample.group_id) >= 8:
+                await self.under_way.wait()
+                raise RuntimeFailure("every rollout replica failed")
+
+
+def test_rollout_failure_is_the_error_even_if_the_trainer_is_lost_afterwards(tmp_path: Path) -> None:
+    """The trainer is not restarted: the run has failed."""
+    recipe, world = recipe_of(staleness=2.0), World()
+
+    async def scenario() -> list[TrainerLost]:
+        generator = FailsOnce(world)
+        stage, recovered = stage_of(recipe, world, tmp_path, generator=generator), []
+
+        async def lose_trainer(samples: list[Sample], version: int) -> dict[str, float]:
+            generator.under_way.set()
+            await asyncio.sleep(0.05)
+            raise TrainerLost("rank 0 has died")
+
+        async def recover(error: TrainerLost, **_: object) -> None:
+            recovered.append(error)
+
+        stage.trainer.rl_step = lose_trainer  # type: ignore[method-assign, assignment]
+        stage.recover = recover
+        with pytest.raises(RuntimeFailure, match="every rollout replica failed"):
+            await asyncio.wait_for(stage.run(), 20)
+        return recovered
+
+    assert asyncio.run(scenario()) == []
+
+
+def test_rollout_failure_does_not_interrupt_a_checkpoint(tmp_path: Path) -> None:
+    recipe, world = recipe_of(staleness=2.0), World()
+
+    async def scenario() -> list[int]:
+        generator = FailsOnce(world)
+        stage, written = stage_of(recipe, world, tmp_path, generator=generator), []
+
+        async def checkpoint_if_due(trainer: object) -> None:
+            generator.under_way.set()
+            await asyncio.sleep(0.05)
+            written.append(stage.state.step)
+
+        stage.state.checkpoint_if_due = checkpoint_if_due  # type: ignore[method-assign, assignment]
+        with pytest.raises(RuntimeFailure, match="every rollout replica failed"):
+            await asyncio.wait_for(stage.run(), 20)
+        return written
+
+    assert asyncio.run(scenario()) == [1]
+
+
 def test_rollout_failure_during_a_sync_loses_no_metrics(tmp_path: Path) -> None:
     """The checkpoint contains the update, and a resumed run does not repeat it."""
     recipe, world = recipe_of(staleness=2.0), World()
@@ -452,6 +512,12 @@ def test_group_with_a_missing_reward_is_replaced(tmp_path: Path) -> None:
 def test_reward_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeFailure, match=r"^reward\.on_error: 80 groups in a row were dropped \(the last: judge\.py:3: ValueError\)"):
         run_with_failures(recipe_of(), tmp_path, Outcome(None, error="judge.py:3: ValueError"), lambda s: True)
+
+
+def test_group_without_a_reward_is_dropped_with_the_error_of_its_sample(tmp_path: Path) -> None:
+    """Also if the sample that failed is not the last of its group."""
+    with pytest.raises(RuntimeFailure, match=r"reward.on_error: \d+ groups in a row were dropped \(the last: judge is down\)"):
+        run_with_failures(recipe_of(), tmp_path, Outcome(None, error="judge is down"), lambda s: s.index == 0)
 
 
 def test_group_awaiting_its_reward_is_in_flight(tmp_path: Path) -> None:
@@ -636,6 +702,29 @@ def test_no_samples_are_recorded_with_samples_0(tmp_path: Path) -> None:
     recipe = recipe_of(steps=2)
     recipe = recipe.model_copy(update={"telemetry": recipe.telemetry.model_copy(update={"samples": 0})})
     assert run(recipe, tmp_path).sample_rows == []
+
+
+def test_stop_may_cancel_the_evaluation_before_the_last_one(tmp_path: Path) -> None:
+    """The stage returns, and the run writes its checkpoint."""
+    recipe, world = recipe_of(steps=3), World()
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"eval_every": 2})})
+
+    async def scenario() -> None:
+        class Hanging(FakeGenerator):
+            async def wait(self, sample: Sample) -> None:
+                if sample.prompt_id == "e0" and len(world.batches) >= 2:
+                    await asyncio.Event().wait()
+
+        stage = stage_of(recipe, world, tmp_path, generator=Hanging(world, lambda s: str(s.index)))
+        hold_out(stage)
+        running = asyncio.create_task(stage.run())
+        while stage.state.step < 3:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        stage.state.stop_requested.set()
+        await asyncio.wait_for(running, 20)
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("hangs_at", [0, 2, 4], ids=["before training", "between updates", "after the last update"])

@@ -107,6 +107,7 @@ def let_out(admission: Admission) -> int:
 @pytest.mark.parametrize(("threshold", "expected"), [(0.0, 8), (0.5, 12), (1.0, 16)])
 def test_admission_is_limited_to_one_plus_threshold_times_the_consumption(threshold: float, expected: int) -> None:
     assert let_out(Admission(groups_per_step=4, sync_every=2, threshold=threshold)) == expected
+    assert Admission(groups_per_step=100, sync_every=1, threshold=0.15).limit == 115
 
 
 def test_groups_still_pending_at_a_sync_count_against_the_next_interval() -> None:

@@ -129,6 +129,20 @@ def test_failed_stage_waits_for_the_checkpoint_in_progress(tmp_path: Path) -> No
     asyncio.run(main())
 
 
+def test_run_stopped_before_its_resumed_stage_keeps_the_checkpoint(tmp_path: Path) -> None:
+    """The checkpoint has the buffer, which the stage has not read yet. A stage that has its buffer writes another checkpoint."""
+
+    async def main() -> None:
+        state, trainer, group = run(tmp_path)
+        state.step = state.saved_step = 4
+        assert await state.checkpoint_at_stop(group) == tmp_path / "sft-000004" and trainer.published == ["sft-000004"]
+        assert await state.checkpoint_at_stop(group) == tmp_path / "sft-000004" and trainer.published == ["sft-000004"]
+        state.buffer = SampleBuffer()
+        assert await state.checkpoint_at_stop(group) == tmp_path / "sft-000004" and trainer.published == ["sft-000004"] * 2
+
+    asyncio.run(main())
+
+
 def test_no_checkpoint_is_written_with_keep_checkpoints_0(tmp_path: Path) -> None:
     async def main() -> None:
         state, trainer, group = run(tmp_path, keep_checkpoints=0)
