@@ -192,7 +192,7 @@ class RlStage:
                 metrics |= self._step_metrics(metrics, seconds, groups)
                 self.telemetry.log(self.state.step, metrics, "rl")
                 self.recorder.record_update(self.state.step, groups)
-            # In a task of its own, because a checkpoint that is cancelled halfway cannot be published.
+            # In a separate task, because a checkpoint that is cancelled halfway cannot be published.
             self._checkpoint_task = asyncio.create_task(self.state.checkpoint_if_due(self.trainer), name="checkpoint")
             await asyncio.shield(self._checkpoint_task)
             self._checkpoint_task = None

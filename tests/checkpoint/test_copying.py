@@ -195,6 +195,28 @@ def test_damaged_model_folder_of_a_copy_is_reported_in_one_line(run: Path, tmp_p
         fetched(store, tmp_path / "back")
 
 
+@pytest.mark.parametrize("num_fetched", range(7))
+def test_interrupted_fetch_leaves_no_checkpoint(run: Path, tmp_path: Path, num_fetched: int) -> None:
+    """Otherwise the next start would resume from it, without the model's folder."""
+
+    class Failing(ObjectStore):
+        remaining = num_fetched
+
+        def get(self, name: str, file: Path) -> None:
+            if not self.remaining:
+                raise StoreFailed("cannot read")
+            self.remaining -= 1
+            super().get(name, file)
+
+    result = Faltering()
+    CopyWriter(result, run, 2).copy(make_checkpoint(run, "rl-000002"))
+    store, back = Failing(result.url, COPY_URL_FIELD), tmp_path / "back"
+    (back / "checkpoints").mkdir(parents=True)
+    with pytest.raises(StoreFailed):
+        fetch_run(store, back, lambda line: None)
+    assert newest_checkpoint(back / "checkpoints") is None
+
+
 def test_second_fetch_gets_the_remaining_files(run: Path, tmp_path: Path) -> None:
     got = list[str]()
 

@@ -30,3 +30,8 @@ def test_any_expression_gets_a_reply(turn: str) -> None:
 def test_the_last_call_of_a_turn_is_answered() -> None:
     assert asked("<calc>1</calc> no, <calc>2*21</calc>") == "<result>42</result>"
     assert asked("<calc>1/8</calc>") == "<result>0.125</result>"
+
+
+def test_answer_may_contain_braces_and_the_opening_may_be_empty() -> None:
+    calculator = Calculator(None, opening="", closing="=", answer='{"value": {}}')
+    assert asyncio.run(calculator.reply("6*7=")) == '{"value": 42}'

@@ -277,6 +277,10 @@ def test_failing_environment_is_rejected_in_the_trial_with_its_line(tokenizer: T
         try_environment(found(name), ["a", "b", "c", "d"], chat=False).check_text(tokenizer)
 
 
+def test_stop_string_may_be_whitespace(tokenizer: Tokenizer) -> None:
+    try_environment(found("BlankLineStop"), ["a"], chat=False).check_text(tokenizer)
+
+
 def test_three_rows_are_tried_and_closed() -> None:
     CLOSED.clear()
     assert try_environment(found("Echo"), ["a", "b", "c", "d"], chat=False).tools == []

@@ -118,6 +118,10 @@ class SpecialStop(NoStop):
     stop: ClassVar = ["<eos>"]
 
 
+class BlankLineStop(Echo):
+    stop: ClassVar = ["\n\n"]
+
+
 class NoReply:
     stop: ClassVar = ["</call>"]
 

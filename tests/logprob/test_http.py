@@ -368,6 +368,7 @@ def test_disconnected_client_frees_its_slot(served: Served, client: httpx.Client
 
 def test_full_queue_returns_a_retry_delay(served: Served, client: httpx.Client) -> None:
     served.call(served.server.dispatcher.pause())
+    refused = served.server.counters.queue_full
     answers: list[int] = []
     clients = [
         threading.Thread(target=lambda: answers.append(client.post("/v1/logprobs", json={"token_ids": [[1] * 500] * 13}).status_code))
@@ -381,6 +382,7 @@ def test_full_queue_returns_a_retry_delay(served: Served, client: httpx.Client) 
             time.sleep(0.01)
         response = client.post("/v1/logprobs", json={"token_ids": [1] * 512})
         assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+        assert served.server.counters.queue_full == refused + 1
     finally:
         served.loop.call_soon_threadsafe(served.server.dispatcher.resume)
     for one in clients:

@@ -110,6 +110,16 @@ def test_returned_requests_are_first_and_alone_if_marked() -> None:
     assert [queue.take(100, always) for _ in range(3)] == [[items[0]], [items[1]], items[2:]]
 
 
+def test_tokens_are_refunded_only_to_the_account_that_paid_them() -> None:
+    """The account of a caller may be dropped while its batch is in flight; the next one begins at the level of the others."""
+    queue = FairQueue()
+    queue.put(failed := waiting(10))
+    queue.take(10, always)
+    queue._queues.pop("a", None)
+    queue.put(failed, first=True)
+    assert queue._queues["a"].account == queue._level
+
+
 def test_accounts_of_absent_callers_are_dropped() -> None:
     queue = FairQueue()
     queue.put(waiting(1, "stays"))

@@ -301,6 +301,28 @@ async def test_requests_to_an_ended_server_fail() -> None:
 
 
 @settled
+async def test_batch_that_has_just_been_sent_fails_with_the_end_of_its_server() -> None:
+    server = await serve(Started(), tokens_per_batch=100)
+    waiting = asyncio.create_task(server.score(request(100)))
+    while not server.dispatcher._tasks:
+        await asyncio.sleep(0)
+    server.dispatcher.close()
+    with pytest.raises(RuntimeFailure, match="the log-prob server has ended"):
+        await asyncio.wait_for(waiting, 2)
+    await server.close()
+
+
+@settled
+async def test_versions_of_a_replica_are_those_of_its_ranks_after_an_abort() -> None:
+    """The call that completes a version may have been cancelled here, and continues on the ranks."""
+    started = Started()
+    replica = await started(0)
+    started.ranks[0].rank.version = 1
+    await replica.abort_update()
+    assert replica.versions == [1]
+
+
+@settled
 async def test_idle_replica_that_dies_is_detected() -> None:
     start = Started()
     server = await serve(start)

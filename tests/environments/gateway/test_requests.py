@@ -11,7 +11,7 @@ import httpx
 import pytest
 from openai.types.chat import completion_create_params
 
-from mtpctl.environments.gateway.requests import ACCEPTED_VALUES, BOOKKEEPING_FIELDS, ChatRequest, FieldRules
+from mtpctl.environments.gateway.requests import ACCEPTED_VALUES, BOOKKEEPING_FIELDS, ChatMessage, ChatRequest, FieldRules, message_key
 from mtpctl.environments.gateway.server import Gateway
 from mtpctl.samples import ExtraSampling, GenerationRequest, Sample
 from mtpctl.web.server import listen
@@ -253,6 +253,13 @@ def test_parallel_tool_calls_false_returns_only_the_first_call() -> None:
     for wanted, count in ((True, 2), (False, 1)):
         answer = ask(Recording(), TRAINING, calls=two, tools=tools, parallel_tool_calls=wanted)
         assert len(answer.json()["choices"][0]["message"]["tool_calls"]) == count
+
+
+@pytest.mark.parametrize("depth", [1_000, 2_500, 100_000])
+def test_arguments_that_are_nested_too_deeply_to_be_parsed_are_compared_as_text(depth: int) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "[" * depth + "]" * depth}}
+    message = ChatMessage.model_validate({"role": "assistant", "content": "", "tool_calls": [call]})
+    assert "[[" in message_key(message)
 
 
 def test_template_variables_reach_the_template_and_separate_conversations() -> None:

@@ -26,7 +26,7 @@ class Server:
         self.queries: list[str] = []
         self.slow: set[str] = set()
         self.refused: set[str] = set()
-        self.paused = False
+        self.paused, self.released = False, False
         self.free = threading.Event()
         server = self
 
@@ -51,6 +51,10 @@ class Server:
                     "data": [],
                     "is_paused": server.paused,
                 }
+                if route == "/release_kv_cache_memory" and server.released:
+                    server.refused.add(route)
+                    message = {"detail": "memory of kv_cache has to be resident"}
+                server.released = route == "/release_kv_cache_memory" or (server.released and route != "/wake_up")
                 body = json.dumps(message).encode()
                 self.send_response(500 if route in server.refused else 200)
                 self.send_header("Content-Type", "application/json")
@@ -108,6 +112,18 @@ def test_paused_server_resumes_only_with_complete_weights(server: Server) -> Non
     server.refused = {"/update_weights"}
     asyncio.run(update(server, Manifest(1, "shm", "/nowhere", {})))
     assert not server.paused and server.routes.count("/update_weights") == 2, "what was left of that sync is ended first"
+
+
+@pytest.mark.parametrize("release_kv", [True, False])
+def test_cache_that_a_killed_sync_has_released_is_allocated_again(server: Server, release_kv: bool) -> None:
+    server.paused = server.released = True
+
+    async def synced() -> None:
+        engine = await ServedEngine.connect(server.url, release_kv=release_kv)
+        await engine.update(Manifest(1, "shm", "/nowhere", {}), mode="keep", verify=False, deadline_s=10)
+
+    asyncio.run(synced())
+    assert not (server.paused or server.released)
 
 
 def test_server_that_refuses_weights_keeps_serving_the_old_ones(server: Server) -> None:
