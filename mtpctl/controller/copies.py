@@ -45,7 +45,7 @@ class CheckpointCopier:
         self._retry_deadline: float | None = None  # set when the run is ending
         self._failures_since_copy = 0
         self._num_failures, self._num_uncopied = 0, 0
-        self._num_replaced = 0  # the checkpoints that the current copy makes superfluous, and itself
+        self._num_covered = 0  # number of uncopied checkpoints up to the one that is being copied
         self._seconds: float | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint copies", daemon=True)
@@ -96,7 +96,7 @@ class CheckpointCopier:
         with self._changed:
             self._changed.wait_for(lambda: self._queued_checkpoint is not None or self._retry_deadline is not None)
             self._current_checkpoint, self._queued_checkpoint = self._queued_checkpoint, None
-            self._num_replaced = self._num_uncopied
+            self._num_covered = self._num_uncopied
             return self._current_checkpoint
 
     def _copy(self, checkpoint: Path) -> None:
@@ -137,7 +137,7 @@ class CheckpointCopier:
     def _record_result(self, seconds: float | None = None) -> int:
         """Record a copy that took `seconds`; None if the checkpoint cannot be copied. Returns the number of failed attempts before it."""
         with self._changed:
-            self._num_uncopied -= self._num_replaced
+            self._num_uncopied -= self._num_covered
             self._current_checkpoint = None
             if seconds is None:
                 return 0

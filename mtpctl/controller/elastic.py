@@ -61,7 +61,10 @@ class ElasticRollout:
 
     @contextlib.asynccontextmanager
     async def watch(self) -> AsyncIterator[None]:
-        """Answer requests and scale once a second while the block runs. An error of these is raised at its end, unless the block fails."""
+        """Answer requests and scale once a second while the block runs.
+
+        If this fails, the error is raised at the end of the block, unless the block raises another one.
+        """
         if self._earlier_request:
             is_clipped = self.requested_replicas != self._earlier_request
             clip_note = f", but rollout.replicas allows {self.requested_replicas}" if is_clipped else ""

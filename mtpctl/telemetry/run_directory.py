@@ -5,7 +5,7 @@ request, from any host that mounts it.
 
 requests/ID.json      {"replicas": 3}                     written by the command, removed by the run after reading it
 requests/ID.answer    {"message": "…", "refused": false}  written by the run, removed by the command
-replicas.json         {"requested": 3}                        written by the run, used as the requested number at its next start
+replicas.json         {"requested": 3}                    written by the run, used as the requested number at its next start
 """
 
 from __future__ import annotations

@@ -395,7 +395,7 @@ class TrainerRank(WeightExporter):
                 publish_checkpoint(Path(path), keep=keep, needed=needed)
             except OSError as error:
                 raise SaveFailed(
-                    f"checkpoint {path} was written, but `latest` could not point to it, or older ones not be deleted: {error.strerror}"
+                    f"checkpoint {path} was written, but `latest` was not updated, or older checkpoints were not deleted: {error.strerror}"
                 ) from error
 
 

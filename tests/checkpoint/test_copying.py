@@ -195,45 +195,30 @@ def test_damaged_model_folder_of_a_copy_is_reported_in_one_line(run: Path, tmp_p
         fetched(store, tmp_path / "back")
 
 
+class FailingOnce(ObjectStore):
+    """Fails at one file, after it has fetched `num_fetched` others."""
+
+    def __init__(self, url: str, num_fetched: int) -> None:
+        super().__init__(url, COPY_URL_FIELD)
+        self.num_fetched, self.fetched, self.has_failed = num_fetched, list[str](), False
+
+    def get(self, name: str, file: Path) -> None:
+        if not self.has_failed and len(self.fetched) == self.num_fetched:
+            self.has_failed = True
+            raise StoreFailed("cannot read")
+        super().get(name, file)
+        self.fetched.append(name)
+
+
 @pytest.mark.parametrize("num_fetched", range(7))
-def test_interrupted_fetch_leaves_no_checkpoint(run: Path, tmp_path: Path, num_fetched: int) -> None:
-    """Otherwise the next start would resume from it, without the model's folder."""
-
-    class Failing(ObjectStore):
-        remaining = num_fetched
-
-        def get(self, name: str, file: Path) -> None:
-            if not self.remaining:
-                raise StoreFailed("cannot read")
-            self.remaining -= 1
-            super().get(name, file)
-
-    result = Faltering()
-    CopyWriter(result, run, 2).copy(make_checkpoint(run, "rl-000002"))
-    store, back = Failing(result.url, COPY_URL_FIELD), tmp_path / "back"
-    (back / "checkpoints").mkdir(parents=True)
-    with pytest.raises(StoreFailed):
-        fetch_run(store, back, lambda line: None)
-    assert newest_checkpoint(back / "checkpoints") is None
-
-
-def test_second_fetch_gets_the_remaining_files(run: Path, tmp_path: Path) -> None:
-    got = list[str]()
-
-    class Once(ObjectStore):
-        def get(self, name: str, file: Path) -> None:
-            if len(got) == 2:
-                got.append("failed")
-                raise StoreFailed("cannot read")
-            super().get(name, file)
-            got.append(name)
-
-    result = Faltering()
-    CopyWriter(result, run, 2).copy(make_checkpoint(run, "rl-000002"))
-    store, back = Once(result.url, COPY_URL_FIELD), tmp_path / "back"
+def test_interrupted_fetch_leaves_no_checkpoint_and_is_continued(run: Path, tmp_path: Path, num_fetched: int) -> None:
+    """A checkpoint without the model's folder would be one to resume from."""
+    copy = Faltering()
+    CopyWriter(copy, run, 2).copy(make_checkpoint(run, "rl-000002"))
+    store, back = FailingOnce(copy.url, num_fetched), tmp_path / "back"
     (back / "checkpoints").mkdir(parents=True)
     with pytest.raises(StoreFailed):
         fetch_run(store, back, lambda line: None)
     assert newest_checkpoint(back / "checkpoints") is None
     assert fetch_run(store, back, lambda line: None) == "rl-000002"
-    assert len(got) == len(set(got)) == 6 + 1 + 1, "each of six files once, that of the model, and the failure"
+    assert len(store.fetched) == len(set(store.fetched)) == 6 + 1, "each file of the checkpoint once, and that of the model"

@@ -106,7 +106,8 @@ def test_old_checkpoints_that_cannot_be_deleted_are_reported(tmp_path: Path, mon
     write_checkpoint(tmp_path, "rl-000002")
     monkeypatch.setattr("mtpctl.checkpoint.finding.shutil.rmtree", fail)
     with pytest.raises(
-        SaveFailed, match="rl-000004 was written, but `latest` could not point to it, or older ones not be deleted: Device or resource busy"
+        SaveFailed,
+        match="rl-000004 was written, but `latest` was not updated, or older checkpoints were not deleted: Device or resource busy",
     ):
         rank.publish_checkpoint(str(write_checkpoint(tmp_path, "rl-000004")), 1)
 
