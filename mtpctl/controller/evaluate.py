@@ -24,6 +24,8 @@ from mtpctl.telemetry.session import Telemetry
 
 Responses = Mapping[str, list[tuple[Problem, list[Sample]]]]
 """Problems with their responses, by the name of the held-out set."""
+CORRECT_PART = "correct"
+"""Part of a reward that evaluations count instead of the reward, so that a reward with partial credit still reports accuracy."""
 
 
 @dataclass(slots=True)
@@ -56,20 +58,21 @@ class HeldOutSet:
     def metrics(self) -> dict[str, float]:
         """`eval/*` for the set of the section `data`, `eval/NAME/*` for a named set.
 
-        If some of the prompts are also in the training data, `unseen_*` are the mean reward of the other problems and their number.
+        If some of the prompts are also in the training data, `unseen_*` are the mean score of the other problems and their number. A
+        response's score is the part `correct` of its reward, or the reward if it has no such part.
         """
         prefix, trajectories, n = f"eval/{self.name}/" if self.name else "eval/", self.trajectories, self.config.n
-        rewards = [[sample.reward or 0.0 for sample in responses] for responses in self.responses]
-        mean = sum(map(sum, rewards)) / len(trajectories)
+        scores = [[sample.reward_parts.get(CORRECT_PART, sample.reward or 0.0) for sample in responses] for responses in self.responses]
+        mean = sum(map(sum, scores)) / len(trajectories)
         values = {"accuracy": mean} if self.name == UNNAMED else {}
         mean_name = "accuracy" if self.name == UNNAMED else f"avg@{n}"
-        unseen_rewards = [reward for group, is_unseen in zip(rewards, self.is_unseen, strict=True) for reward in group if is_unseen]
-        if unseen_rewards and len(unseen_rewards) < len(trajectories):
-            values[f"unseen_{mean_name}"] = sum(unseen_rewards) / len(unseen_rewards)
+        unseen_scores = [score for group, is_unseen in zip(scores, self.is_unseen, strict=True) for score in group if is_unseen]
+        if unseen_scores and len(unseen_scores) < len(trajectories):
+            values[f"unseen_{mean_name}"] = sum(unseen_scores) / len(unseen_scores)
         if not all(self.is_unseen):
             values["unseen_problems"] = float(sum(self.is_unseen))
         if self.name != UNNAMED or n > 1:
-            correct_counts = [sum(reward >= self.config.right_from for reward in group) for group in rewards]
+            correct_counts = [sum(score >= self.config.right_from for score in group) for group in scores]
             values |= {f"avg@{n}": mean} | {f"pass@{k}": value for k, value in mean_pass_at_k(correct_counts, n).items()}
         lengths = [len(sample.response_ids) for sample in self.samples]
         values |= {"problems": float(len(self.problems)), "length_mean": sum(lengths) / len(lengths)}

@@ -132,6 +132,7 @@ def choose(work: Workload, machine: Machine) -> list[Setting]:
             gpu,
             "groups without signal are replaced" if gpu else "a fixed number of responses per update, some without signal",
         ),
+        *([Setting("train.rl.signal_backoff", True, "prompts whose groups have no signal are skipped for some epochs")] if gpu else []),
         Setting("train.rl.steps", 500 if gpu else 4, _duration(work, machine)),
         Setting("rollout.max_tokens", response, f"room for reasoning, and 4 x the longest answer of {work.answer_tokens} tokens"),
         Setting("train.rl.overlong.buffer", max(1, response // 8), "only the last eighth of max_tokens is penalized"),
@@ -234,6 +235,10 @@ TRAINING_ROWS = {"chain_sum": 20_000}
 """Number of training rows by dataset; 5,000 for the others."""
 CPU_TRAINING_ROWS = {"chain_sum": 100}
 """The same for a run on a CPU. `CPU_SETTINGS` allow only 200 different sums, and some are needed for the held-out rows."""
+REWARD_ARGS: dict[str, Sequence[Setting]] = {
+    "chain_sum": [Setting("reward.args.steps", 0.5, "half of the reward is for the steps: wrong answers have signal too")]
+}
+"""Arguments of the reward function in reward.py by dataset. Without credit for steps, the model learns to answer without them."""
 TOKENIZED_ROWS = 2_000
 """Number of training rows whose tokens are counted."""
 
@@ -373,6 +378,7 @@ def recipe_text(name: str, model: str, task: str, work: Workload, settings: Sequ
         Setting("data.columns", {"prompt": "question", "answer": "answer"}),
         *([Setting("data.chat_template", True)] if templated else []),
         Setting("reward.function", "reward.py:score"),
+        *REWARD_ARGS.get(task, []),
         Setting("train.stages", ["rl"]),
         Setting("train.eval_every", 20 if gpu else 0),
         Setting("train.rl.preset", "dapo", "no KL penalty against the initial policy, and a higher upper clip"),

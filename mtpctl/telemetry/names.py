@@ -53,7 +53,10 @@ METRICS: dict[str, Metric] = {
     "response/truncated_fraction": Metric("truncated", "share", "Responses that reached the token limit."),
     "response/deadline_fraction": Metric("timed out", "share", "Responses truncated by rollout.deadline_s."),
     "eval/accuracy": Metric(
-        "held-out accuracy", "share", "Mean reward on held-out problems; if rewards are 0 or 1, the share of correct responses."
+        "held-out accuracy",
+        "share",
+        "Mean score on held-out problems: the part `correct` of the reward, else the reward. If scores are 0 or 1, the share of correct "
+        "responses.",
     ),
     "eval/unseen_accuracy": Metric(
         "held-out, unseen", "share", "eval/accuracy for prompts that no training row has; logged if training rows have some of the prompts."

@@ -43,6 +43,7 @@ def measured(recipe: Recipe, named: dict[str, list[Problem]], **options: Any) ->
     """The metrics of one evaluation in which every response is its own index, and the requests."""
     requested: list[GenerationRequest] = []
     rewards: dict[str, Any] = {name: valued(each) for name, each in options.pop("rewards", {UNNAMED: equal}).items()}
+    rewards |= options.pop("outcomes", {})
 
     class Noting(FakeGenerator):
         async def generate(self, requests: Any) -> Any:
@@ -105,6 +106,21 @@ def test_reward_counts_as_correct_from_the_threshold_of_the_set() -> None:
     loose, _ = measured(with_sets(recipe_of(), a={"path": "a", "right_from": 0.5}), dict(named), rewards={UNNAMED: equal, "a": half})
     assert [result["eval/a/avg@1"] for result in (strict, loose)] == [0.5, 0.5]
     assert [result["eval/a/pass@1"] for result in (strict, loose)] == [0.0, 1.0]
+
+
+def test_part_correct_of_a_reward_is_counted_instead_of_the_reward() -> None:
+    """The response is `0`, which has partial credit for the problems that it does not solve."""
+
+    async def partial(response: str, problem: Problem, sample: Sample) -> Outcome:
+        correct = float(response == problem.answer)
+        return Outcome(0.5 + 0.5 * correct, {"correct": correct})
+
+    problems = [Problem("p", prompt, answer) for prompt, answer in (("a", "0"), ("b", "1"), ("c", "1"), ("d", "1"))]
+    recipe = with_sets(recipe_of(), named={"path": "n", "right_from": 0.5})
+    named = {UNNAMED: problems, "named": list(problems)}
+    metrics, _ = measured(recipe, named, outcomes={UNNAMED: partial}, seen=["a"])
+    assert metrics["eval/accuracy"] == metrics["eval/named/avg@1"] == metrics["eval/named/pass@1"] == 0.25
+    assert metrics["eval/unseen_accuracy"] == 0.0
 
 
 def test_responses_are_rewarded_concurrently() -> None:

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,14 @@ def task_of(model: Path, machine: Machine, task: str = "chain_sum") -> FirstTask
     return first_task("sums", str(model), task, machine, TEMPLATES / "reasoning_gym")
 
 
+def score_of(model: Path) -> Callable[..., dict[str, float]]:
+    """The reward function of the written task."""
+    module: dict[str, Any] = {"__name__": "reward"}
+    exec(task_of(model, Machine(2)).texts["reward.py"], module)
+    score: Callable[..., dict[str, float]] = module["score"]
+    return score
+
+
 def written(task: FirstTask, folder: Path) -> Path:
     folder.mkdir()
     for name, text in task.texts.items():
@@ -83,6 +92,7 @@ def test_recipe_is_valid_and_has_reasons(model: Path, machine: Machine, tmp_path
     validate(recipe)
     assert recipe.train.rl.optimizer.lr == 3e-5
     assert recipe.train.rl.dynamic_sampling == (machine.gpus > 0), "an update on a CPU has a fixed number of groups"
+    assert recipe.train.rl.signal_backoff == (machine.gpus > 0), "it needs dynamic sampling"
     assert recipe.train.stages == ["draft", "rl"]
     assert recipe.rollout.speculation.num_tokens == recipe.mtp.repeat == (3 if machine.gpus else 1)
     assert recipe.device == ("cuda" if machine.gpus else "cpu") and recipe.data.chat_template
@@ -127,12 +137,31 @@ def test_task_folder_passes_its_tests_and_regenerates_its_rows(model: Path, tmp_
 
 
 def test_partial_credit_counts_only_if_requested(model: Path) -> None:
-    module: dict[str, Any] = {"__name__": "reward"}
-    exec(task_of(model, Machine(2)).texts["reward.py"], module)
-    problem: Any = Problem("p", "q", "4", fields={"metadata": {}})
-    assert module["score"]("The answer is 41.", problem, None) == {"reward": 0.0, "gym": 0.5}
-    assert module["score"]("The answer is 41.", problem, None, partial=True)["reward"] == 0.5
-    assert module["score"]("The answer is +04.0.", problem, None)["reward"] == 1.0
+    score, problem = score_of(model), Problem("p", "q", "4", fields={"metadata": {}})
+    assert score("The answer is 41.", problem, None) == {"reward": 0.0, "correct": 0.0, "gym": 0.5}
+    assert score("The answer is 41.", problem, None, partial=True) == {"reward": 0.5, "correct": 0.0, "gym": 0.5}
+    assert score("The answer is +04.0.", problem, None)["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "reward", "correct"),
+    [
+        ("3 + 4 = 7 and 7 - 2 = 5. The answer is 5.", 1.0, 1.0),
+        ("The answer is 5.", 0.5, 1.0),
+        ("3 + 4 = 7 and 7 - 2 = 6. The answer is 6.", 0.5 * (1 + 0.3) / 2, 0.0),
+        ("The answer is 6.", 0.0, 0.0),
+    ],
+)
+def test_steps_of_a_sum_are_part_of_the_reward_but_not_of_accuracy(model: Path, response: str, reward: float, correct: float) -> None:
+    problem = Problem("p", "q", "5", fields={"metadata": {"expression": "3 + 4 - 2"}})
+    result = score_of(model)(response, problem, None, steps=0.5)
+    assert result["reward"] == pytest.approx(reward) and result["correct"] == correct
+
+
+@pytest.mark.parametrize(("task", "args"), [("chain_sum", {"steps": 0.5}), ("leg_counting", {})])
+def test_only_sums_have_credit_for_steps(model: Path, task: str, args: dict[str, float], tmp_path: Path) -> None:
+    recipe = load_recipe(str(written(task_of(model, Machine(16, 1, 79.6), task), tmp_path / "task"))).recipe
+    assert recipe.reward.args == args
 
 
 def test_another_task_has_its_defaults(model: Path) -> None:

@@ -21,15 +21,49 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _SENTENCE_END = re.compile(r"\.(?:\s|$)|\n")
 
 
-def score(response: str, problem: Problem, sample: Sample, partial: bool = False) -> dict[str, float]:
-    """1 for an answer with reasoning-gym's full score.
+def score(response: str, problem: Problem, sample: Sample, partial: bool = False, steps: float = 0.0) -> dict[str, float]:
+    """1 for an answer with reasoning-gym's full score. Held-out accuracy counts the part `correct`, which has no partial credit.
 
     partial: return reasoning-gym's score itself. Many of its scorers give partial credit to any text that contains the answer, so a model
     learns to write long answers instead of right ones.
+    steps: share of the reward for writing down the calculation of a sum (`shown_steps`); the task must be chain_sum.
     """
-    entry = {"question": problem.prompt, "answer": problem.answer, "metadata": problem.fields["metadata"]}
+    metadata: Any = problem.fields["metadata"]
+    entry = {"question": problem.prompt, "answer": problem.answer, "metadata": metadata}
     value = float(_scorer(TASK)(stated_answer(response, problem.answer), entry))
-    return {"reward": value if partial else float(value >= 1), "gym": value}
+    correct = float(value >= 1)
+    parts = {"reward": value if partial else correct, "correct": correct, "gym": value}
+    if steps:
+        parts["shown"] = shown_steps(response, metadata["expression"])
+        parts["reward"] = (1 - steps) * parts["reward"] + steps * parts["shown"]
+    return parts
+
+
+def shown_steps(response: str, expression: str) -> float:
+    """Mean credit, between 0 and 1, of the equations that calculate a sum from left to right.
+
+    For `84 - 55 + 10` they are `84 - 55 = R` and `R + 10 = S`, where R is the result that the response states, right or wrong. An equation
+    has a credit of 0.3, and the rest in proportion to the digits of its result that are right.
+    """
+    first, *rest = expression.split()
+    left, position, credit = int(first), 0, 0.0
+    equations = list(zip(rest[::2], map(int, rest[1::2]), strict=True))
+    for operator, term in equations:
+        equation = re.compile(rf"(?<![\d-]){left} *\{operator} *{term} *= *\$?(-?\d{{1,12}})(?!\d)").search(response, position)
+        if equation is None:
+            break
+        stated, result = int(equation[1]), left + term if operator == "+" else left - term
+        credit += 0.3 + 0.7 * _right_digits(stated, result)
+        left, position = stated, equation.end()
+    return credit / len(equations) if equations else 1.0
+
+
+def _right_digits(stated: int, result: int) -> float:
+    """The share of digits that are right; 0 for a wrong sign."""
+    if (stated < 0) != (result < 0):
+        return 0.0
+    width = max(len(str(abs(stated))), len(str(abs(result))))
+    return sum(map(str.__eq__, f"{abs(stated):0{width}}", f"{abs(result):0{width}}")) / width
 
 
 def stated_answer(response: str, answer: str) -> str | None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from reward import score, stated_answer
+from reward import score, shown_steps, stated_answer
 
 from mtpctl.data.problems import Problem
 from mtpctl.samples import Sample
@@ -28,6 +28,22 @@ SAMPLE = Sample("held_out.jsonl:1", "group", [1])
 )
 def test_stated_answer_of_a_response(response: str, answer: str | None) -> None:
     assert stated_answer(response, "1") == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "credit"),
+    [
+        ("84 - 55 = 29, 29 + 10 = 39. The answer is 39.", 1),
+        ("84 - 55 = 29", 0.5),
+        ("84 - 55 = 28, then 28 + 10 = 38", (0.3 + 0.7 / 2 + 1) / 2),
+        ("84 - 55 = -29 and -29 + 10 = -19", (0.3 + 1) / 2),
+        ("84 - 55 + 10 = 39", 0),
+        ("29 + 10 = 39", 0),
+        ("The answer is 39.", 0),
+    ],
+)
+def test_credit_of_the_steps_of_a_sum(response: str, credit: float) -> None:
+    assert shown_steps(response, "84 - 55 + 10") == pytest.approx(credit)
 
 
 def test_answer_of_every_row_has_the_full_reward() -> None:
