@@ -154,7 +154,7 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def check_random_init(recipe: Recipe, run: RunDirectory) -> None:
+def check_model_folder_settings(recipe: Recipe, run: RunDirectory) -> None:
     """Raise UserError if the run created its model folder (random weights, a drafter, a longer context) from other settings."""
     folder = recipe.model.folder_in(run.path)
     if folder is None or not folder.is_dir() or (tree := run.read_recipe()) is None:

@@ -12,7 +12,7 @@ from mtpctl.cluster.hosts import Host
 from mtpctl.cluster.local import check_capacity, cluster
 from mtpctl.controller.copies import check_copies, check_sync_url, fetch_if_lost
 from mtpctl.controller.prepare import prepare
-from mtpctl.controller.resume import check_random_init, describe_old_logprobs_change, find_starting_point, report_completed_run
+from mtpctl.controller.resume import check_model_folder_settings, describe_old_logprobs_change, find_starting_point, report_completed_run
 from mtpctl.controller.run import Run
 from mtpctl.controller.state import check_stages, load_resume_state
 from mtpctl.controller.status import bind_status_socket
@@ -52,7 +52,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     check_capacity(recipe.cluster, cpus=cpus, gpus=gpus)
     is_new = not recipe.run_path.exists()
     check_stages(checkpoint, state, recipe.train.stages)
-    check_random_init(recipe, earlier_run)
+    check_model_folder_settings(recipe, earlier_run)
     old_logprobs_note = describe_old_logprobs_change(recipe, earlier_run)
     resolved_recipe = dump_resolved(recipe)
     # Actors get absolute paths: in a joined cluster they have another working directory.

@@ -14,7 +14,7 @@ import pytest
 from mtpctl.checkpoint.listing import write_latest
 from mtpctl.controller import run, train
 from mtpctl.controller.prepare import open_model
-from mtpctl.controller.resume import check_random_init, describe_old_logprobs_change
+from mtpctl.controller.resume import check_model_folder_settings, describe_old_logprobs_change
 from mtpctl.errors import ClusterResources, UserError
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
@@ -92,7 +92,7 @@ def test_random_weights_of_another_recipe_are_rejected(tmp_path: Path, now: str,
     begun = recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2")
     with RunDirectory.create(begun.run_path, dump_resolved(begun)):
         open_model(begun, begun.run_path)
-    check_random_init(begun, RunDirectory(begun.run_path))
+    check_model_folder_settings(begun, RunDirectory(begun.run_path))
     with pytest.raises(UserError, match=messages):
         train.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", now))
     assert RunDirectory(begun.run_path).recipe.read_text() == dump_resolved(begun), "what is there is what its recipe says"
@@ -105,10 +105,10 @@ def test_drafter_of_another_recipe_is_rejected(tmp_path: Path) -> None:
     with RunDirectory.create(begun.run_path, dump_resolved(begun)):
         folder = open_model(begun, begun.run_path)
     assert folder.path == begun.run_path / "model_with_drafter" and open_model(begun, begun.run_path).shape == folder.shape
-    check_random_init(begun, RunDirectory(begun.run_path))
+    check_model_folder_settings(begun, RunDirectory(begun.run_path))
     for key, now, before in (("seed", "1", "0"), ("model.drafter.layers", "2", "1")):
         with pytest.raises(UserError) as caught:
-            check_random_init(recipe(begun.run_path, *sets, f"{key}={now}"), RunDirectory(begun.run_path))
+            check_model_folder_settings(recipe(begun.run_path, *sets, f"{key}={now}"), RunDirectory(begun.run_path))
         assert str(caught.value).startswith(f"{key}: is {now}, but {folder.path} was created with {before}; restore it")
 
 
