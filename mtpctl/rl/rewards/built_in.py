@@ -55,7 +55,8 @@ def length(
 
     With `max` the share is min(max(n / max - 1, 0), 1): 0 up to `max` tokens, 1 from twice as many. With `target` it is
     min(|n - target| / target, 1): the distance to a target length as in L1 (arXiv 2503.04697, equation 1), here relative and bounded.
-    Parts: `correct`, the reward without the penalty, and `length`, the negated penalty (at most 0).
+    Parts: those of `of`; `correct`, if `of` does not return it, the reward without the penalty; and `length`, the negated penalty (at most
+    0).
 
     Raises UserError unless exactly one of `max` and `target` is set, to at least 1. Also raises UserError if `of` is a coroutine.
     """
@@ -68,7 +69,7 @@ def length(
     if max is None:
         excess = abs(excess)
     share = min(excess, 1.0) if excess > 0 else 0.0
-    return {**parts, "reward": base - penalty * share, "correct": base, "length": -penalty * share}
+    return {**parts, "reward": base - penalty * share, "correct": parts.get("correct", base), "length": -penalty * share}
 
 
 _functions: dict[str, RewardFunction] = {}

@@ -7,8 +7,11 @@ from mtpctl.samples import Sample
 
 
 def score(response: str, problem: Problem, sample: Sample, bonus: float = 0.0) -> dict[str, float]:
-    """Returns `reward`, which is trained on, and values that are logged as `reward/KEY`. It may also return a float."""
+    """Returns `reward`, which is trained on, and parts that are logged as `reward/PART`. Evaluations count `correct` instead of `reward`.
+
+    It may also return a float.
+    """
     words = response.split()
-    right = float(bool(words) and words[0] == problem.answer)
+    correct = float(bool(words) and words[0] == problem.answer)
     bare = float(words == [problem.answer])
-    return {"reward": right + bonus * bare, "right": right, "bare": bare}
+    return {"reward": correct + bonus * bare, "correct": correct, "bare": bare}

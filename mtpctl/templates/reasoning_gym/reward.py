@@ -26,7 +26,7 @@ def score(response: str, problem: Problem, sample: Sample, partial: bool = False
 
     partial: return reasoning-gym's score itself. Many of its scorers give partial credit to any text that contains the answer, so a model
     learns to write long answers instead of right ones.
-    steps: share of the reward for writing down the calculation of a sum (`shown_steps`); the task must be chain_sum.
+    steps: share of the reward for writing down the calculation of a sum (`shown_steps`). Raises ValueError for a task other than chain_sum.
     """
     metadata: Any = problem.fields["metadata"]
     entry = {"question": problem.prompt, "answer": problem.answer, "metadata": metadata}
@@ -34,36 +34,32 @@ def score(response: str, problem: Problem, sample: Sample, partial: bool = False
     correct = float(value >= 1)
     parts = {"reward": value if partial else correct, "correct": correct, "gym": value}
     if steps:
+        if TASK != "chain_sum":
+            raise ValueError(f"steps: only sums have steps, and the task is {TASK}; remove reward.args.steps")
         parts["shown"] = shown_steps(response, metadata["expression"])
         parts["reward"] = (1 - steps) * parts["reward"] + steps * parts["shown"]
     return parts
 
 
 def shown_steps(response: str, expression: str) -> float:
-    """Mean credit, between 0 and 1, of the equations that calculate a sum from left to right.
+    """Mean credit, between 0 and 1, of the equations that calculate a sum from left to right; 0 for a single term.
 
-    For `84 - 55 + 10` they are `84 - 55 = R` and `R + 10 = S`, where R is the result that the response states, right or wrong. An equation
-    has a credit of 0.3, and the rest in proportion to the digits of its result that are right.
+    For `84 - 55 + 10` they are `84 - 55 = R` and `R + 10 = S`, with the R that the response states. An equation in the response has a
+    credit of 0.3, or of 1 if its result is the right one: R is compared with 29, and S with 39.
     """
     first, *rest = expression.split()
-    left, position, credit = int(first), 0, 0.0
-    equations = list(zip(rest[::2], map(int, rest[1::2]), strict=True))
-    for operator, term in equations:
-        equation = re.compile(rf"(?<![\d-]){left} *\{operator} *{term} *= *\$?(-?\d{{1,12}})(?!\d)").search(response, position)
+    stated = partial_sum = int(first)
+    position, credit = 0, 0.0
+    steps = list(zip(rest[::2], map(int, rest[1::2]), strict=True))
+    for operator, term in steps:
+        partial_sum += term if operator == "+" else -term
+        left = rf"(?<![\d,-])(?<![+*/-] ){stated} *\{operator} *{term}"
+        equation = re.compile(rf"{left} *= *\$?(-?\d[\d,]*)(?!\.?\d)").search(response, position)
         if equation is None:
             break
-        stated, result = int(equation[1]), left + term if operator == "+" else left - term
-        credit += 0.3 + 0.7 * _right_digits(stated, result)
-        left, position = stated, equation.end()
-    return credit / len(equations) if equations else 1.0
-
-
-def _right_digits(stated: int, result: int) -> float:
-    """The share of digits that are right; 0 for a wrong sign."""
-    if (stated < 0) != (result < 0):
-        return 0.0
-    width = max(len(str(abs(stated))), len(str(abs(result))))
-    return sum(map(str.__eq__, f"{abs(stated):0{width}}", f"{abs(result):0{width}}")) / width
+        stated, position = int(equation[1].replace(",", "")), equation.start(1)
+        credit += 1.0 if stated == partial_sum else 0.3
+    return credit / max(1, len(steps))
 
 
 def stated_answer(response: str, answer: str) -> str | None:

@@ -34,10 +34,17 @@ def test_stated_answer_of_a_response(response: str, answer: str | None) -> None:
     ("response", "credit"),
     [
         ("84 - 55 = 29, 29 + 10 = 39. The answer is 39.", 1),
+        ("84-55=$29. 29+10=39.", 1),
+        ("84 - 55 = 29 + 10 = 39", 1),
         ("84 - 55 = 29", 0.5),
-        ("84 - 55 = 28, then 28 + 10 = 38", (0.3 + 0.7 / 2 + 1) / 2),
-        ("84 - 55 = -29 and -29 + 10 = -19", (0.3 + 1) / 2),
+        ("84 - 55 = 29, 84 - 55 = 29", 0.5),
+        ("29 + 10 = 39, 84 - 55 = 29", 0.5),
+        ("84 - 55 = 28, then 28 + 10 = 38", 0.3),
+        ("84 - 55 = -29 and -29 + 10 = -19", 0.3),
+        ("84 - 55 = 29 and 29 + 10 = 38", (1 + 0.3) / 2),
         ("84 - 55 + 10 = 39", 0),
+        ("184 - 55 = 29, 1,84 - 55 = 29, 3 + 84 - 55 = 29", 0),
+        ("84 - 55 = 29.5", 0),
         ("29 + 10 = 39", 0),
         ("The answer is 39.", 0),
     ],
@@ -46,8 +53,13 @@ def test_credit_of_the_steps_of_a_sum(response: str, credit: float) -> None:
     assert shown_steps(response, "84 - 55 + 10") == pytest.approx(credit)
 
 
-def test_answer_of_every_row_has_the_full_reward() -> None:
+def test_thousands_separators_and_single_terms_have_no_special_credit() -> None:
+    assert shown_steps("950 + 120 = 1,070", "950 + 120") == 1
+    assert shown_steps("", "84") == 0
+
+
+def test_answer_of_every_row_counts_as_correct() -> None:
     for row in ROWS:
         problem = Problem("held_out.jsonl:1", row["question"], row["answer"], fields=row)
-        assert score(f"The answer is {row['answer']}.", problem, SAMPLE)["reward"] == 1, row["question"]
-        assert score("", problem, SAMPLE)["reward"] == 0, row["question"]
+        assert score(f"The answer is {row['answer']}.", problem, SAMPLE)["correct"] == 1, row["question"]
+        assert score("", problem, SAMPLE)["correct"] == 0, row["question"]

@@ -38,6 +38,12 @@ def test_penalty_is_subtracted_from_a_user_defined_function_and_parts_are_kept(t
     assert result == {"reward": 5.5, "correct": 6.0, "length": -0.5, "tone": 0.5}
 
 
+def test_part_correct_of_the_other_function_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text("def score(response, problem, sample): return {'reward': 0.5, 'correct': 0.0}")
+    result = built_in.length("#3", PROBLEM, of_tokens(150), of=f"{tmp_path / 'judge.py'}:score", max=100)
+    assert result == {"reward": 0.0, "correct": 0.0, "length": -0.5}
+
+
 @pytest.mark.parametrize("args", [{}, {"max": 5, "target": 5}, {"max": 0}, {"of": "llm_judge", "max": 5}])
 def test_invalid_arguments_are_an_error(args: dict[str, object]) -> None:
     with pytest.raises(UserError, match=r"^reward\.args: "):
