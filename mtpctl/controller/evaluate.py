@@ -17,15 +17,13 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.sets import UNNAMED
 from mtpctl.recipe.data import EvaluationSetConfig
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.rewards.function import Reward
+from mtpctl.rl.rewards.function import CORRECT_PART, Reward
 from mtpctl.rollout.protocol import DEADLINE, Generator
 from mtpctl.samples import GenerationRequest, Sample, response_limit
 from mtpctl.telemetry.session import Telemetry
 
 Responses = Mapping[str, list[tuple[Problem, list[Sample]]]]
 """Problems with their responses, by the name of the held-out set."""
-CORRECT_PART = "correct"
-"""Part of a reward that evaluations count instead of the reward, so that a reward with partial credit still reports accuracy."""
 
 
 @dataclass(slots=True)

@@ -230,12 +230,7 @@ TRAINING_ROWS = {"chain_sum": 20_000}
 """Number of training rows by dataset; 5,000 for the others."""
 CPU_TRAINING_ROWS = {"chain_sum": 100}
 """The same for a run on a CPU. `CPU_SETTINGS` allow only 200 different sums, and some are needed for the held-out rows."""
-REWARD_ARGS: dict[str, Sequence[Setting]] = {
-    "chain_sum": [
-        Setting("reward.args.steps", 0.5, "half of the reward is for the steps, so groups without a right answer have signal too"),
-    ],
-}
-"""Arguments of the function in reward.py by dataset. If only the answer has a reward, a small model learns to answer without steps."""
+STEPS_REASON = "half of the reward is for the steps, so groups without a right answer have signal too"
 TOKENIZED_ROWS = 2_000
 """Number of training rows whose tokens are counted."""
 
@@ -375,7 +370,7 @@ def recipe_text(name: str, model: str, task: str, work: Workload, settings: Sequ
         Setting("data.columns", {"prompt": "question", "answer": "answer"}),
         *([Setting("data.chat_template", True)] if templated else []),
         Setting("reward.function", "reward.py:score"),
-        *REWARD_ARGS.get(task, []),
+        *([Setting("reward.args.steps", 0.5, STEPS_REASON)] if task == "chain_sum" else []),
         Setting("train.stages", ["rl"]),
         Setting("train.eval_every", 20 if gpu else 0),
         Setting("train.rl.preset", "dapo", "no KL penalty against the initial policy, and a higher upper clip"),

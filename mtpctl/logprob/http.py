@@ -265,11 +265,7 @@ def _check_size(server: LogprobServer, requests: list[ScoreRequest], numbers_per
         raise RequestRefused(f"{tokens} tokens are more than the {server.limits.queue_tokens} that may wait; send several requests")
     if tokens * numbers_per_token > MAX_NUMBERS:
         raise RequestRefused(f"{tokens} tokens with {numbers_per_token} numbers each are more than {MAX_NUMBERS}; send several requests")
-    try:
-        server.queue.check_capacity(tokens)
-    except QueueFull:
-        server.counters.queue_full += len(requests)
-        raise
+    server.check_room(requests)
 
 
 # ----------------------------------------------------------------------------------------------------------- answers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -75,14 +75,14 @@ class LogprobServer:
         left.
         """
         self.bounds.check(request)
+        if not wait:
+            self.check_room([request])
         started_at = time.monotonic()
         answer: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(request.deadline_s):
                 if wait:
                     await self.queue.wait_for_room(request.tokens)
-                else:
-                    self.queue.check_capacity(request.tokens)
                 self.queue.put(QueuedRequest(request, answer))
                 self.dispatcher.dispatch_ready()
                 result = await answer
@@ -90,9 +90,6 @@ class LogprobServer:
             self.counters.failed += 1
             newest = f"; the newest weights are {self.version}" if not request.allows(self.version) else ""
             raise DeadlineExceeded(f"no answer within {request.deadline_s:g} s{newest}") from error
-        except QueueFull:
-            self.counters.queue_full += 1
-            raise
         except Exception:
             self.counters.failed += 1
             raise
@@ -104,6 +101,14 @@ class LogprobServer:
         self.counters.requests += 1
         self.counters.wait_s += time.monotonic() - started_at
         return result
+
+    def check_room(self, requests: Sequence[ScoreRequest]) -> None:
+        """Raise QueueFull, and count these requests as rejected, if the queue has no room for all of them."""
+        try:
+            self.queue.check_capacity(sum(request.tokens for request in requests))
+        except QueueFull:
+            self.counters.queue_full += len(requests)
+            raise
 
     async def stream(self, requests: Iterable[ScoreRequest], *, wait: bool = True) -> AsyncIterator[tuple[int, Scored]]:
         """Yield answers as they finish, each with the index of its request."""

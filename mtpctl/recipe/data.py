@@ -131,7 +131,9 @@ class EvaluationSetConfig(Section):
     n: PositiveInt = Field(1, description="Responses per problem: avg@n, and pass@k for k up to n.")
     temperature: PositiveFloat | None = Field(None, description="Sampling temperature; default: rollout.temperature.")
     max_tokens: PositiveInt | None = Field(None, description="Maximum response tokens; default: rollout.max_tokens.")
-    right_from: Float = Field(1.0, description="Minimum score of a correct response, for pass@k: its reward, or the part `correct` of it.")
+    right_from: Float = Field(
+        1.0, description="Minimum score of a correct response, for pass@k. Its score is the part `correct` of the reward, else the reward."
+    )
     reward: RewardConfig | None = Field(None, description="Reward of this set; default: the run's.")
 
 

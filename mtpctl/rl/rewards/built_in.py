@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mtpctl.errors import UserError
 from mtpctl.recipe.reward import code_reference
-from mtpctl.rl.rewards.function import Answered, RewardFunction, Role, load_function, parse
+from mtpctl.rl.rewards.function import CORRECT_PART, Answered, RewardFunction, Role, load_function, parse
 from mtpctl.samples import Sample
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ def length(
 
     With `max` the share is min(max(n / max - 1, 0), 1): 0 up to `max` tokens, 1 from twice as many. With `target` it is
     min(|n - target| / target, 1): the distance to a target length as in L1 (arXiv 2503.04697, equation 1), here relative and bounded.
-    Parts: those of `of`; `correct`, if `of` does not return it, the reward without the penalty; and `length`, the negated penalty (at most
-    0).
+    Parts: those of `of`, `length` (the negated penalty, at most 0), and `correct`: the part of `of`, or the reward without the penalty.
 
     Raises UserError unless exactly one of `max` and `target` is set, to at least 1. Also raises UserError if `of` is a coroutine.
     """
@@ -69,7 +68,7 @@ def length(
     if max is None:
         excess = abs(excess)
     share = min(excess, 1.0) if excess > 0 else 0.0
-    return {**parts, "reward": base - penalty * share, "correct": parts.get("correct", base), "length": -penalty * share}
+    return {**parts, "reward": base - penalty * share, CORRECT_PART: parts.get(CORRECT_PART, base), "length": -penalty * share}
 
 
 _functions: dict[str, RewardFunction] = {}

@@ -19,6 +19,8 @@ RESERVED_PARTS = frozenset({"mean", "std", "unfiltered_mean", "signal_fraction",
 """Names of metrics below `reward/`. A part must not have one of these names."""
 ARGUMENTS = ("response", "problem", "sample")
 """Positional arguments of every reward function. `reward.args` are passed by keyword."""
+CORRECT_PART = "correct"
+"""Part of a reward that evaluations count instead of the reward, so that a reward with partial credit still reports accuracy."""
 Result = tuple[float | None, dict[str, float], str]
 """Reward, parts and error of one call, as sent between processes."""
 

@@ -34,9 +34,9 @@ def build_sglang_settings(
 ) -> SglangSettings:
     """Settings of one engine. `rollout.engine_args` overrides all options that are set here.
 
-    `tokenizer`: folder or hub id, required for stop strings, including those of environments. SGLang builds
-    a draft tree of `draft_steps` levels with `draft_top_k` branches per step, and verifies its `speculation.num_tokens` most likely nodes.
-    With one branch, the tree is a chain.
+    `tokenizer`: folder or hub id, required for stop strings, including those of environments. SGLang builds a draft tree of `draft_steps`
+    levels with `draft_top_k` branches per step, and verifies its `speculation.num_tokens` most likely nodes. With one branch, the tree is a
+    chain.
     """
     num_drafts = rollout.speculation.num_tokens
     args: Arguments = {

@@ -54,7 +54,7 @@ def shown_steps(response: str, expression: str) -> float:
     for operator, term in steps:
         partial_sum += term if operator == "+" else -term
         left = rf"(?<![\d,-])(?<![+*/-] ){stated} *\{operator} *{term}"
-        equation = re.compile(rf"{left} *= *\$?(-?\d[\d,]*)(?!\.?\d)").search(response, position)
+        equation = re.compile(rf"{left} *= *\$?(-?\d[\d,]{{0,14}})(?!\.?\d)").search(response, position)
         if equation is None:
             break
         stated, position = int(equation[1].replace(",", "")), equation.start(1)

@@ -53,8 +53,11 @@ def test_credit_of_the_steps_of_a_sum(response: str, credit: float) -> None:
     assert shown_steps(response, "84 - 55 + 10") == pytest.approx(credit)
 
 
-def test_thousands_separators_and_single_terms_have_no_special_credit() -> None:
+def test_result_may_have_a_thousands_separator() -> None:
     assert shown_steps("950 + 120 = 1,070", "950 + 120") == 1
+
+
+def test_single_term_has_no_steps() -> None:
     assert shown_steps("", "84") == 0
 
 
