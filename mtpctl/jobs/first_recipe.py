@@ -147,7 +147,7 @@ def choose(work: Workload, machine: Machine) -> list[Setting]:
 def _duration(work: Workload, machine: Machine) -> str:
     if not machine.gpus:
         return "a short demonstration: on two cores an update takes half a minute to a minute"
-    return "about 15 minutes on one H100" if work.small else "watch the curve of held-out accuracy, and stop when it is flat"
+    return "about 15 minutes on one H200" if work.small else "watch the curve of held-out accuracy, and stop when it is flat"
 
 
 def _placement_settings(work: Workload, machine: Machine) -> list[Setting]:

@@ -44,8 +44,9 @@ def score(response: str, problem: Problem, sample: Sample, partial: bool = False
 def shown_steps(response: str, expression: str) -> float:
     """Mean credit, between 0 and 1, of the equations that calculate a sum from left to right; 0 for a single term.
 
-    For `84 - 55 + 10` they are `84 - 55 = R` and `R + 10 = S`, with the R that the response states. An equation in the response has a
-    credit of 0.3, or of 1 if its result is the right one: R is compared with 29, and S with 39.
+    For `84 - 55 + 10` they are `84 - 55 = R` and `R + 10 = S`, with the R that the response states; R is compared with 29, and S with 39.
+    An equation in the response has a credit of 1 if its result is right, of 0.3 if only the sign is right, and of 0.1 otherwise. Without
+    credit for the sign, a model that hardly ever writes negative results may never learn to.
     """
     first, *rest = expression.split()
     stated = partial_sum = int(first)
@@ -58,7 +59,10 @@ def shown_steps(response: str, expression: str) -> float:
         if equation is None:
             break
         stated, position = int(equation[1].replace(",", "")), equation.start(1)
-        credit += 1.0 if stated == partial_sum else 0.3
+        if stated == partial_sum:
+            credit += 1.0
+        else:
+            credit += 0.3 if (stated < 0) == (partial_sum < 0) else 0.1
     return credit / max(1, len(steps))
 
 

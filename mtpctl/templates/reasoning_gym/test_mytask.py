@@ -40,7 +40,8 @@ def test_stated_answer_of_a_response(response: str, answer: str | None) -> None:
         ("84 - 55 = 29, 84 - 55 = 29", 0.5),
         ("29 + 10 = 39, 84 - 55 = 29", 0.5),
         ("84 - 55 = 28, then 28 + 10 = 38", 0.3),
-        ("84 - 55 = -29 and -29 + 10 = -19", 0.3),
+        ("84 - 55 = -29 and -29 + 10 = -19", 0.1),
+        ("84 - 55 = -29 and -29 + 10 = 19", (0.1 + 0.3) / 2),
         ("84 - 55 = 29 and 29 + 10 = 38", (1 + 0.3) / 2),
         ("84 - 55 + 10 = 39", 0),
         ("184 - 55 = 29, 1,84 - 55 = 29, 3 + 84 - 55 = 29", 0),
@@ -51,6 +52,11 @@ def test_stated_answer_of_a_response(response: str, answer: str | None) -> None:
 )
 def test_credit_of_the_steps_of_a_sum(response: str, credit: float) -> None:
     assert shown_steps(response, "84 - 55 + 10") == pytest.approx(credit)
+
+
+def test_sign_of_a_negative_result_earns_credit() -> None:
+    assert shown_steps("10 - 45 = -55", "10 - 45") == pytest.approx(0.3)
+    assert shown_steps("10 - 45 = 35", "10 - 45") == pytest.approx(0.1)
 
 
 def test_result_may_have_a_thousands_separator() -> None:
