@@ -65,7 +65,7 @@ class CheckpointCopier:
             return [path.name for path in (self._current_checkpoint, self._queued_checkpoint) if path is not None]
 
     def metrics(self) -> dict[str, float]:
-        """Number of checkpoints since the newest copy, and failed attempts and the duration of the newest copy since the last call."""
+        """Checkpoints since the newest copy, failed attempts since the last call, and the duration of a copy since then."""
         with self._changed:
             metrics = {"checkpoint/copy_failures": float(self._num_failures), "checkpoint/copy_behind": float(self._num_uncopied)}
             if self._seconds is not None:

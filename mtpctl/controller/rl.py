@@ -94,7 +94,7 @@ class RlStage:
         self._rollout_task: asyncio.Task[None]
         self._checkpoint_task: asyncio.Task[None] | None = None
         self._update_done = asyncio.Event()  # set at the end of each update
-        self._skipped_in_a_row = 0
+        self._updates_skipped_in_a_row = 0
         self._reported_messages = {""}  # of the engines, about their number of draft tokens; an empty one is never logged
         self._truncation_reported = False
         self._cold_cache_reported = False
@@ -171,7 +171,7 @@ class RlStage:
                 self.clock.set("trainer", False)
                 await self.recover(error)
                 self._replaying = True
-                self._skipped_in_a_row = 0
+                self._updates_skipped_in_a_row = 0
                 # Rollout continued during the recovery, so its rates include that time.
                 self._seconds_without_updates += self.clock.read_and_reset()["timing_s/step"]
 
@@ -258,7 +258,7 @@ class RlStage:
         self.state.step += 1
         self.state.is_updating = False
         self._update_done.set()
-        self._skipped_in_a_row = count_skipped(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
+        self._updates_skipped_in_a_row = count_skipped(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
         metrics |= trajectory_metrics(samples, self.state.version, self.recipe.async_.sync_every, updates_since_sync)
         self._warn_of_deadlines(metrics["response/deadline_fraction"], len(samples))
         self._warn_of_cold_cache(metrics)

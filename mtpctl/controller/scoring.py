@@ -118,7 +118,7 @@ class TeacherSource(Protocol):
     name: str
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """The teacher's tokens of a text, of which the first may be missing; None if it has no tokenizer."""
+        """The teacher's token ids of a text, perhaps without a start token; None if it has no tokenizer."""
 
     async def score(self, sample: Sample, prompt: Ids, options: TeacherOptions) -> TeacherScores:
         """Score the sample's response after `prompt`. Raises TimeoutError, RuntimeFailure."""

@@ -17,7 +17,7 @@ import heapq
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 
 from mtpctl.cluster.replicas import Replicas, Slot
@@ -305,15 +305,14 @@ class Dispatcher:
                 if batch:
                     slot.num_requests += 1
                     self._idle.clear()
-                    self._start(self._run(slot, replica, batch, version, replica.score([i.request for i in batch], version)), batch)
+                    self._start(self._run(slot, replica, batch, version), batch)
                     return True
         return False
 
-    async def _run(
-        self, slot: Slot[Replica], replica: Replica, batch: list[QueuedRequest], version: int, scoring: Awaitable[list[Scored]]
-    ) -> None:
+    async def _run(self, slot: Slot[Replica], replica: Replica, batch: list[QueuedRequest], version: int) -> None:
         started_at = time.monotonic()
         try:
+            scoring = replica.score([item.request for item in batch], version)
             scored = await asyncio.wait_for(scoring, self.limits.batch_deadline_s * slot.num_requests)
         except (ReplicaDead, TimeoutError) as error:
             self.replicas.report_failure(slot, replica, error)
