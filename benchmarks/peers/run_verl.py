@@ -86,13 +86,14 @@ def arguments(options: argparse.Namespace) -> list[str]:
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"{actor}.use_dynamic_bsz=True",
         f"{actor}.ppo_max_token_len_per_gpu=16384",
-        # The engine. All responses of an update fit into max_num_seqs; CUDA graphs and prefix caching are on by default.
+        # The engine. All responses that are requested at a time fit into max_num_seqs, whose default is 256: of one update, or of two if
+        # verl generates ahead. CUDA graphs and prefix caching are on by default.
         f"{rollout}.name=vllm",
         f"{rollout}.n={GROUP}",
         f"{rollout}.temperature=1.0",
         f"{rollout}.tensor_model_parallel_size=1",
         f"{rollout}.gpu_memory_utilization={options.gpu_memory}",
-        f"{rollout}.max_num_seqs=256",
+        f"{rollout}.max_num_seqs={PROMPTS * GROUP * (1 if options.mode == 'sync' else 2)}",
         f"{rollout}.seed={options.seed}",
         f"{rollout}.agent.num_workers={options.workers}",
         f"reward.num_workers={options.workers}",

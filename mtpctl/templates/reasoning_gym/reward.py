@@ -44,26 +44,43 @@ def score(response: str, problem: Problem, sample: Sample, partial: bool = False
 def shown_steps(response: str, expression: str) -> float:
     """Mean credit, between 0 and 1, of the equations that calculate a sum from left to right; 0 for a single term.
 
-    For `84 - 55 + 10` they are `84 - 55 = R` and `R + 10 = S`, with the R that the response states; R is compared with 29, and S with 39.
-    An equation in the response has a credit of 1 if its result is right, of 0.3 if only the sign is right, and of 0.1 otherwise. Without
-    credit for the sign, a model that hardly ever writes negative results may never learn to.
+    For `84 - 55 + 10` they are `84 - 55 = R` and `R + 10 = S`, with the R that the response states. An equation has a credit of 1 if its
+    result is right, of 0.3 if only the sign is, and of 0.1 otherwise. Without credit for the sign, a model that hardly ever writes negative
+    results may never learn to. `R + 10 = 39` is only right if R is 29. Equations after the stated answer do not count.
     """
     first, *rest = expression.split()
     stated = partial_sum = int(first)
     position, credit = 0, 0.0
     steps = list(zip(rest[::2], map(int, rest[1::2]), strict=True))
+    text = _plain_numbers(_until_answer(response))
     for operator, term in steps:
-        partial_sum += term if operator == "+" else -term
+        change = term if operator == "+" else -term
+        result, is_right = stated + change, stated == partial_sum
+        partial_sum += change
         left = rf"(?<![\d,-])(?<![+*/-] ){stated} *\{operator} *{term}"
-        equation = re.compile(rf"{left} *= *\$?(-?\d[\d,]{{0,14}})(?!\.?\d)").search(response, position)
+        equation = re.compile(rf"{left} *= *\$?(-? ?\d{{1,15}})(?!\.?\d)").search(text, position)
         if equation is None:
             break
-        stated, position = int(equation[1].replace(",", "")), equation.start(1)
-        if stated == partial_sum:
+        stated, position = int(equation[1].replace(" ", "")), equation.start(1)
+        if is_right and stated == partial_sum:
             credit += 1.0
         else:
-            credit += 0.3 if (stated < 0) == (partial_sum < 0) else 0.1
+            credit += 0.3 if (stated < 0) == (result < 0) else 0.1
     return credit / max(1, len(steps))
+
+
+def _until_answer(response: str) -> str:
+    """The response without what follows the sentence with the stated answer."""
+    stated = list(_STATED.finditer(response))
+    end = _SENTENCE_END.search(response, stated[-1].end()) if stated else None
+    return response[: end.start()] if end else response
+
+
+def _plain_numbers(text: str) -> str:
+    """The text without bold type, thousands separators and parentheses around numbers."""
+    text = text.replace("**", "").replace("\u2212", "-")
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    return re.sub(r"\((-? ?\d+)\)", r"\1", text)
 
 
 def stated_answer(response: str, answer: str) -> str | None:

@@ -40,8 +40,12 @@ def test_stated_answer_of_a_response(response: str, answer: str | None) -> None:
         ("84 - 55 = 29, 84 - 55 = 29", 0.5),
         ("29 + 10 = 39, 84 - 55 = 29", 0.5),
         ("84 - 55 = 28, then 28 + 10 = 38", 0.3),
-        ("84 - 55 = -29 and -29 + 10 = -19", 0.1),
-        ("84 - 55 = -29 and -29 + 10 = 19", (0.1 + 0.3) / 2),
+        ("84 - 55 = 28, then 28 + 10 = 39", 0.3),
+        ("84 - 55 = -29 and -29 + 10 = -19", (0.1 + 0.3) / 2),
+        ("84 - 55 = -29 and -29 + 10 = 19", 0.1),
+        ("84 - 55 = **29**, (29) + 10 = **39**", 1),
+        ("The answer is 84 - 55 = 29, 29 + 10 = 39.", 1),
+        ("84 - 55 = 29. The answer is 39. 29 + 10 = 39", 0.5),
         ("84 - 55 = 29 and 29 + 10 = 38", (1 + 0.3) / 2),
         ("84 - 55 + 10 = 39", 0),
         ("184 - 55 = 29, 1,84 - 55 = 29, 3 + 84 - 55 = 29", 0),
@@ -54,13 +58,27 @@ def test_credit_of_the_steps_of_a_sum(response: str, credit: float) -> None:
     assert shown_steps(response, "84 - 55 + 10") == pytest.approx(credit)
 
 
-def test_sign_of_a_negative_result_earns_credit() -> None:
-    assert shown_steps("10 - 45 = -55", "10 - 45") == pytest.approx(0.3)
-    assert shown_steps("10 - 45 = 35", "10 - 45") == pytest.approx(0.1)
+@pytest.mark.parametrize(
+    ("response", "credit"),
+    [
+        ("10 - 45 = -35", 1),
+        ("10 - 45 = - 35", 1),
+        ("10 - 45 = (-35)", 1),
+        ("10 - 45 = \u221235", 1),
+        ("10 - 45 = -55", 0.3),
+        ("10 - 45 = 35", 0.1),
+    ],
+)
+def test_credit_of_a_negative_result(response: str, credit: float) -> None:
+    assert shown_steps(response, "10 - 45") == pytest.approx(credit)
 
 
-def test_result_may_have_a_thousands_separator() -> None:
-    assert shown_steps("950 + 120 = 1,070", "950 + 120") == 1
+def test_negative_result_is_the_next_left_side() -> None:
+    assert shown_steps("10 - 45 = (-35), (-35) + 5 = -30", "10 - 45 + 5") == 1
+
+
+def test_numbers_may_have_thousands_separators() -> None:
+    assert shown_steps("950 + 120 = 1,070. 1,070 + 5 = 1,075", "950 + 120 + 5") == 1
 
 
 def test_single_term_has_no_steps() -> None:
