@@ -258,7 +258,7 @@ class RlStage:
         self.state.step += 1
         self.state.is_updating = False
         self._update_done.set()
-        self._updates_skipped_in_a_row = count_skipped(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
+        self._updates_skipped_in_a_row = count_skipped(metrics, self._updates_skipped_in_a_row, self.recipe.train.max_bad_steps)
         metrics |= trajectory_metrics(samples, self.state.version, self.recipe.async_.sync_every, updates_since_sync)
         self._warn_of_deadlines(metrics["response/deadline_fraction"], len(samples))
         self._warn_of_cold_cache(metrics)
