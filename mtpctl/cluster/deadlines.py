@@ -10,6 +10,11 @@ from typing import Literal, cast
 
 from mtpctl.errors import MtpctlError, RuntimeFailure
 
+_FULL_GPU_ADVICE = (
+    "; stop other processes on this GPU or select another one (CUDA_VISIBLE_DEVICES); if there are none, lower "
+    "train.tokens_per_microbatch or rollout.gpu_memory (train --dry-run estimates each part)"
+)
+
 
 async def await_within[T](call: Awaitable[T], timeout_s: float, name: str, advice: str = "") -> T:
     """Await the result of an actor call. `name`: the actor and the call, for messages. `advice`: appended to the message of a timeout.
@@ -98,8 +103,11 @@ async def run_in_thread[T](call: Callable[[], T]) -> T:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error as `Kind: first line of its message`, without Ray's wrapper."""
+    """An error as `Kind: first line of its message`, without Ray's wrapper. For a full GPU, with advice on this project's settings."""
     cause = getattr(error, "cause", None)  # Ray's wrapper has the traceback in its message.
     error = cause if isinstance(cause, BaseException) else error
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    message = lines[0] if lines else "no message"
+    if message.startswith("CUDA out of memory"):
+        message = message.partition(" If reserved but unallocated")[0].rstrip(".") + _FULL_GPU_ADVICE
+    return f"{type(error).__name__}: {message}"

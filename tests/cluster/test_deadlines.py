@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import torch
 from ray.exceptions import RayTaskError
 
 from mtpctl.cluster.deadlines import ChangeNotifier, await_start, await_within, finished_before, run_in_thread
@@ -41,6 +42,18 @@ async def test_timeout_error_of_a_call_is_not_reported_as_its_deadline(error: Ex
 
     with pytest.raises(RuntimeFailure, match=r"^rollout, load: TimeoutError: the hub is slow$"):
         await await_within(load(), 60.0, "rollout, load")
+
+
+@in_loop
+async def test_full_gpu_gets_advice_on_the_recipe_instead_of_the_allocator() -> None:
+    async def load() -> None:
+        message = "CUDA out of memory. GPU 0 has 11.50 MiB free. If reserved but unallocated memory is large try setting X. See Y"
+        raise RayTaskError("load", "traceback", torch.OutOfMemoryError(message)).as_instanceof_cause()
+
+    with pytest.raises(
+        RuntimeFailure, match=r"^trainer rank 0: OutOfMemoryError: CUDA out of memory\. GPU 0 has 11\.50 MiB free; stop other [^X]*$"
+    ):
+        await await_within(load(), 60.0, "trainer rank 0")
 
 
 @either_way
