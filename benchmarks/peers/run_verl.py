@@ -86,8 +86,8 @@ def arguments(options: argparse.Namespace) -> list[str]:
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"{actor}.use_dynamic_bsz=True",
         f"{actor}.ppo_max_token_len_per_gpu=16384",
-        # The engine. All responses that are requested at a time fit into max_num_seqs, whose default is 256: of one update, or of two if
-        # verl generates ahead. CUDA graphs and prefix caching are on by default.
+        # The engine. max_num_seqs (default 256) has room for the responses of an update, and in the asynchronous modes of two, because the
+        # next batch is requested during an update. CUDA graphs and prefix caching are on by default.
         f"{rollout}.name=vllm",
         f"{rollout}.n={GROUP}",
         f"{rollout}.temperature=1.0",

@@ -44,9 +44,9 @@ def score(response: str, problem: Problem, sample: Sample, partial: bool = False
 def shown_steps(response: str, expression: str) -> float:
     """Mean credit, between 0 and 1, of the equations that calculate a sum from left to right; 0 for a single term.
 
-    For `84 - 55 + 10` they are `84 - 55 = R` and `R + 10 = S`, with the R that the response states. An equation has a credit of 1 if its
-    result is right, of 0.3 if only the sign is, and of 0.1 otherwise. Without credit for the sign, a model that hardly ever writes negative
-    results may never learn to. `R + 10 = 39` is only right if R is 29. Equations after the stated answer do not count.
+    For `84 - 55 + 10` they are `84 - 55 = R` and `R + 10 = S`, with the R that the response states. An equation has a credit of 1 if it is
+    true and its result is that of the sum so far (29, 39), of 0.3 if only the sign of its result is right, and of 0.1 otherwise. Without
+    credit for the sign, a model that hardly ever writes negative results may never learn to. Equations after the answer do not count.
     """
     first, *rest = expression.split()
     stated = partial_sum = int(first)
@@ -55,14 +55,13 @@ def shown_steps(response: str, expression: str) -> float:
     text = _plain_numbers(_until_answer(response))
     for operator, term in steps:
         change = term if operator == "+" else -term
-        result, is_right = stated + change, stated == partial_sum
-        partial_sum += change
+        result, partial_sum = stated + change, partial_sum + change
         left = rf"(?<![\d,-])(?<![+*/-] ){stated} *\{operator} *{term}"
         equation = re.compile(rf"{left} *= *\$?(-? ?\d{{1,15}})(?!\.?\d)").search(text, position)
         if equation is None:
             break
         stated, position = int(equation[1].replace(" ", "")), equation.start(1)
-        if is_right and stated == partial_sum:
+        if stated == result == partial_sum:
             credit += 1.0
         else:
             credit += 0.3 if (stated < 0) == (result < 0) else 0.1
@@ -70,7 +69,7 @@ def shown_steps(response: str, expression: str) -> float:
 
 
 def _until_answer(response: str) -> str:
-    """The response without what follows the sentence with the stated answer."""
+    """The response up to the end of the sentence that states the answer."""
     stated = list(_STATED.finditer(response))
     end = _SENTENCE_END.search(response, stated[-1].end()) if stated else None
     return response[: end.start()] if end else response
